@@ -82,8 +82,8 @@ class Arithmetic(TaskKind):
     def parse_attempt(self, text: str, task: Task) -> Attempt:
         try:
             evaluate(text)
-        except ValueError:
-            return Attempt(False, "", Reject.FORMAT.value)
+        except ValueError as error:
+            return Attempt(False, "", Reject.FORMAT.value, str(error))
         return Attempt(True, text.strip())
 
     def trial(self, task: Task, attempt: Attempt) -> None:

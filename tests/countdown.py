@@ -8,26 +8,11 @@ import re
 from trl_populora.tasks import Attempt, Proposal, Reject, Task, TaskKind
 
 
-class Countdown(TaskKind):
+class GivenCountdown(TaskKind):
     """Reach a target with the four operations on given numbers, each used once: `3 4 5 -> 17`. Nothing runs."""
 
     name = "countdown"
-    reference_kinds = ("countdown",)
-
-    def proposal_prompt(self, references, style):
-        return [{"role": "user", "content": "\n".join(["propose countdown", *(task.program for task in references)])}]
-
-    def parse_proposal(self, text, references):
-        if not re.fullmatch(r"\d{1,3}( \d{1,3}){1,5} -> \d{1,4}", text.strip()):
-            return Reject.FORMAT
-        return Proposal(self.name, text.strip(), ())
-
-    def check(self, proposal):
-        return None
-
-    def accept(self, proposal, verdict, rng):
-        assert verdict is None
-        return Task(self.name, proposal.program, (), ())
+    measures = ("numbers",)
 
     def solving_prompt(self, task, style):
         return [{"role": "user", "content": f"solve countdown\n{task.program}\n"}]
@@ -51,6 +36,27 @@ class Countdown(TaskKind):
 
     def complexity(self, task):
         return {"numbers": float(len(task.program.split()) - 2)}
+
+
+class Countdown(GivenCountdown):
+    """The same, and teachers propose such tasks."""
+
+    reference_kinds = ("countdown",)
+
+    def proposal_prompt(self, references, style):
+        return [{"role": "user", "content": "\n".join(["propose countdown", *(task.program for task in references)])}]
+
+    def parse_proposal(self, text, references):
+        if not re.fullmatch(r"\d{1,3}( \d{1,3}){1,5} -> \d{1,4}", text.strip()):
+            return Reject.FORMAT
+        return Proposal(self.name, text.strip(), ())
+
+    def check(self, proposal):
+        return None
+
+    def accept(self, proposal, verdict, rng):
+        assert verdict is None
+        return Task(self.name, proposal.program, (), ())
 
 
 OPERATIONS = {

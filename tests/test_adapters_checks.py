@@ -42,6 +42,8 @@ NAMES = ["teacher_0", "student_0"]
         ({"init_lora_weights": "pissa"}, "`init_lora_weights='pissa'` is not supported"),
         ({"trainable_token_indices": [3]}, "`trainable_token_indices=.3.` is not supported"),
         ({"task_type": "SEQ_CLS"}, "`task_type` must be 'CAUSAL_LM' or unset"),
+        ({"target_modules": ["q_proj", "k_porj"]}, "names 'k_porj', .* are down_proj, .*q_proj, up_proj, v_proj"),
+        ({"target_modules": "q_proj"}, "names 'q_proj', which the base has not"),
         ({"target_modules": ["q_proj", "lm_head"]}, "names the output head 'lm_head'"),
         ({"target_modules": ".*(q_proj|lm_head)"}, "names the output head 'lm_head'"),
         ({"target_modules": ["q_proj", "embed_tokens"]}, "'model.embed_tokens' of type `Embedding`"),

@@ -210,6 +210,14 @@ def test_what_an_own_kind_measures_is_a_column_and_survives(tmp_path):
         archive = read
 
 
+def test_a_measure_may_be_called_task_or_self(tmp_path):
+    archive = TaskArchive()
+    archive.add(make(1))
+    archive.note(make(1), **{"task": 3.0, "self": 4.0})
+    (entry,) = saved_and_loaded(archive, tmp_path / "archive.parquet").entries()
+    assert entry[2] == {"task": 3.0, "self": 4.0}
+
+
 def test_loading_replaces_what_was_there_and_obeys_the_cap(tmp_path):
     full, small = TaskArchive(), TaskArchive(cap=2)
     for number in range(4):

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import random
 import re
+import signal
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.countdown import GivenCountdown
 from trl_populora import cli
 from trl_populora.evaluate import check_kind as module
 from trl_populora.evaluate.check_kind import check_kind
-from trl_populora.tasks import TASK_KINDS, load_seed_tasks, resolve_kind
+from trl_populora.tasks import TASK_KINDS, Task, load_seed_tasks, resolve_kind
 from trl_populora.tasks.kind import Attempt, Refusal, Reject
 
 
@@ -42,6 +45,43 @@ def test_the_command_shows_prompts_and_finds_nothing_wrong_with_the_recipe(capsy
 def test_the_packages_own_kinds_have_no_problem(name, monkeypatch):
     monkeypatch.setattr(module, "TEXTS", 200)
     assert check_kind(resolve_kind(name), load_seed_tasks()[::16]) == []
+
+
+GIVEN = Task("countdown", "3 4 5 -> 17", (), ())
+
+
+def test_a_kind_that_is_solved_only_needs_no_method_of_a_proposal(monkeypatch):
+    monkeypatch.setattr(module, "TEXTS", 50)
+    said = []
+    assert check_kind(GivenCountdown(), [GIVEN], said.append) == []
+    assert "solve countdown" in said[0]
+    assert said[-1].endswith("read as attempts alone")
+
+
+@pytest.mark.parametrize(
+    ("methods", "tasks", "told"),
+    [
+        ({}, [], "no task of the kind 'countdown' was given"),
+        ({"check": lambda *_: None}, [GIVEN], "`proposal_prompt`, `parse_proposal`, `accept` missing"),
+    ],
+)
+def test_a_kind_that_proposes_nothing_is_told_what_it_lacks(methods, tasks, told):
+    (problem,) = check_kind(type("Own", (GivenCountdown,), methods)(), tasks)
+    assert told in problem
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_the_callers_alarm_handler_is_put_back(monkeypatch, error):
+    def parse_attempt(self, text, task):
+        if error:
+            raise error
+        return Attempt(False, "")
+
+    monkeypatch.setattr(module, "TEXTS", 5)
+    before = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(error) if error else nullcontext():
+        check_kind(type("Own", (GivenCountdown,), {"parse_attempt": parse_attempt})(), [GIVEN])
+    assert signal.getsignal(signal.SIGALRM) is before
 
 
 def raise_on_odd_text(self, text, *_):

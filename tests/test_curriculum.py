@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from tests.countdown import GivenCountdown
 from tests.games import G, make_game, play, solve_by_plan
 from tests.small_run import small_args, small_trainer
 from trl_populora.population.members import Population
@@ -14,7 +15,7 @@ from trl_populora.report.load import load_run, load_samples
 from trl_populora.report.page import write_report
 from trl_populora.run.read import read_lines
 from trl_populora.sandbox import Sandbox
-from trl_populora.tasks import make_task
+from trl_populora.tasks import CodeF, Task, make_task
 from trl_populora.tasks.dataset import read_held_out
 
 
@@ -41,6 +42,28 @@ def test_every_student_attempts_the_same_tasks_and_nothing_is_proposed(sandbox):
     assert met["student_0"] == met["student_1"]
     assert set(met["student_0"].values()) == {G}
     assert len(met["student_0"]) == 3
+
+
+def test_attempts_of_a_kind_that_says_nothing_more_have_a_reason_and_a_detail(sandbox):
+    given = [Task("countdown", "3 4 5 -> 17", (), ())]
+    answers = ["so", "3 + 4", "(3 + 4) * 5", "5 + 3 * 4"]
+    solve = lambda _, index: answers[index % G]  # noqa: E731
+    game = make_game(sandbox, given, None, solve, teachers=0, proposals=1, kinds=(GivenCountdown(),))
+    rows = play(game, 0).rows
+    assert [(row.reject_reason, row.reject_detail) for row in rows] == [
+        ("format", "`parse_attempt` of countdown could not read it"),
+        *[("", "")] * 3,
+    ]
+    assert [row.correct for row in rows] == [False, False, False, True]
+
+
+def test_an_attempt_whose_program_fails_says_how(sandbox):
+    given = [make_task("code_f", "def f(a):\n    return a + 1", inputs=[(1,), (2,), (3,), (4,)])]
+    solve = lambda *_: "```python\ndef f(a):\n    return 1 / 0\n```"  # noqa: E731
+    rows = play(make_game(sandbox, given, None, solve, teachers=0, proposals=1, kinds=(CodeF(4),)), 0).rows
+    assert {row.reject_reason for row in rows} == {"error"}
+    assert "ZeroDivisionError" in rows[0].reject_detail
+    assert all(row.well_formed for row in rows)
 
 
 def test_a_pass_has_each_task_once_and_the_next_one_another_order(sandbox):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from datasets import Dataset
 
@@ -9,7 +11,7 @@ from trl_populora.sandbox import Job, Limits, Sandbox
 from trl_populora.sandbox.values import encode
 from trl_populora.start import make_kinds
 from trl_populora.tasks import make_task
-from trl_populora.tasks.dataset import build_archive
+from trl_populora.tasks.dataset import build_archive, read_held_out, read_tasks
 from trl_populora.trainer import PopuLoRATrainer
 
 
@@ -30,6 +32,27 @@ def test_a_kind_that_is_about_known_programs_needs_some(make_args, seed_tasks):
         )
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("tasks.jsonl", "", "the file is empty"),
+        ("tasks.jsonl", "\n \n", "the file is empty"),
+        ("tasks.jsonl", '{"kind": "code_o"}\n{"kind": }\n', "line 2 is no JSON .Expecting value"),
+        ("tasks.json", '[\n{"kind": "code_o"},\n{"kind": }]\n', "it is no JSON .Expecting value: line 3"),
+        ("./no/such", None, "no such file from '.*'. Give a .json, .jsonl or .parquet file"),
+        ("/nowhere", None, "no such file from"),
+        ("nowhere.parquet", None, "no such file from"),
+    ],
+)
+@pytest.mark.parametrize("read", [read_tasks, lambda source: read_held_out(source, ["code_o"])])
+def test_a_table_that_cannot_be_read_is_told_with_its_fault(tmp_path, monkeypatch, name, text, told, read):
+    monkeypatch.chdir(tmp_path)
+    if text is not None:
+        Path(name).write_text(text)
+    with pytest.raises(ValueError, match=f"^The tasks '{name}' cannot be read: {told}"):
+        read(name)
+
+
 def test_kinds_get_the_settings_of_the_run(make_args):
     kinds = make_kinds(make_args(determinism_runs=3, inputs_per_function=6))
     assert {kind.determinism_runs for kind in kinds.values()} == {3}
@@ -48,6 +71,13 @@ def test_kinds_get_the_settings_of_the_run(make_args):
 def test_fewer_than_four_proposals_of_a_kind_are_warned_of(make_args, caplog, settings, told):
     make_kinds(make_args(**({"teachers": 2, "per_device_train_batch_size": 1} | settings)))
     assert ("is below 4 for each of the" in caplog.text) == told
+
+
+def test_a_kind_that_proposes_nothing_is_played_without_teachers(make_args):
+    kinds = ["tests.countdown:GivenCountdown"]
+    assert list(make_kinds(make_args(task_kinds=kinds, teachers=0))) == ["countdown"]
+    with pytest.raises(ValueError, match="'countdown' has no `proposal_prompt`, .*`accept`.*set `teachers=0`"):
+        make_kinds(make_args(task_kinds=kinds, teachers=1, per_device_train_batch_size=1))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import errno
 import importlib
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -264,7 +265,8 @@ def test_what_the_user_can_mend_is_one_line(command, tmp_path):
         (["--task_kinds", "nowhere:Kind"], "No module named 'nowhere'"),
         (["--lora_dropout", "0.1"], "`lora_dropout=0.1` is not supported"),
         (["--load_best_model_at_end", "true"], "requires the save and eval strategy to match"),
-        (["--teecher", "3"], "there is no option `--teecher 3`. `populora train --help` lists all"),
+        (["--teecher", "3"], "there is no option `--teecher 3`. Did you mean `teachers`. `populora train --help`"),
+        (["--lora_target_modules", "q_proj", "k_porj"], "names 'k_porj', which the base has not. .* are .*q_proj"),
         (["--resume_from_checkpoint", "nowhere"], "nowhere"),
         (["--model_name_or_path", "nowhere"], "huggingface.co"),
     ],
@@ -280,6 +282,21 @@ def test_what_a_training_command_refuses_is_one_line(command, options, told, tmp
     assert "\n" not in end.value.code
 
 
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("taechers: 4", "recipe.yaml, line 2: there is no option `taechers`. Did you mean `teachers`. `populora"),
+        ("  'nothing_like_it' : 4", "recipe.yaml, line 2: there is no option `nothing_like_it`. `populora"),
+        ("lora_r: [8, 16]", r"`lora_r` must be a whole number, got \[8, 16\]"),
+    ],
+)
+def test_a_wrong_line_of_a_recipe_is_named(line, told, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.yaml").write_text(f"students: 2\n{line}\n".replace("\n  '", "\n'"))
+    with pytest.raises(SystemExit, match=f"^populora train: {told}"):
+        cli.main(["train", "--config", "recipe.yaml"])
+
+
 def test_a_word_that_is_no_option_is_named_with_the_page_of_options():
     told = "populora push: there is no option `me/mine`. `populora push --help` lists all."
     with pytest.raises(SystemExit, match=f"^{told}$"):
@@ -291,6 +308,22 @@ def test_a_refusal_is_all_that_a_training_command_says(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "populora quickstart: `students` must be at least 1, got 0.\n"
+
+
+def test_wandb_without_a_key_is_told_before_anything_is_loaded(tmp_path):
+    command = [sys.executable, "-m", "trl_populora", "quickstart", "--report_to", "wandb"]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    environ |= {"HOME": str(tmp_path), "NETRC": str(tmp_path / "none")}
+    done = subprocess.run(
+        [*command, "--output_dir", str(tmp_path / "run")],
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("populora quickstart: `report_to` names wandb, which has no key")
 
 
 def test_a_recipe_that_is_not_there_is_named():

@@ -365,6 +365,8 @@ def test_a_task_of_another_kind_than_its_maker_is_refused(sandbox, seed_tasks):
         ({"depth": "deep"}, "task kind 'own': `complexity` must give numbers by name, got 'depth': 'deep'"),
         ({"step": 3.0}, "task kind 'own': `complexity` calls a measure 'step', which has a meaning already"),
         ({"entropy": 3.0}, "task kind 'own': `complexity` calls a measure 'entropy'"),
+        ({"loops/depth": 3.0}, "task kind 'own': `complexity` calls a measure 'loops/depth'; a name has letters"),
+        ({"": 3.0}, "task kind 'own': `complexity` calls a measure ''; a name has letters"),
     ],
 )
 def test_a_measure_that_cannot_be_written_down_is_named(seed_tasks, measures, error):

@@ -7,12 +7,15 @@ stand.
 import contextlib
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from trl_populora.sandbox import Job, Limits, Sandbox
 from trl_populora.sandbox.values import decode, encode, equal
+from trl_populora.step.referee import GUESS_HEADROOM
+from trl_populora.tasks import Attempt, CodeI, Proposal, Task
 
 from .sandbox_cases import PWNED, benign, determinism_and_state, forge_and_output, process_and_escape, time_and_memory
 from .sandbox_support import sessions_alive
@@ -159,3 +162,92 @@ def test_the_walls_hold_without_the_soft_layer(unguarded, name):
 
 def test_nothing_happened_outside_without_the_soft_layer(unguarded):
     assert unguarded[1] == NOTHING
+
+
+# Returns all that a program finds about itself, from what lies below it to what the kernel tells.
+SPY = """
+import gc, os, posix, resource, sys
+from collections import Counter
+
+def f(x):
+    try: raise ValueError
+    except ValueError as error: frame = error.__traceback__.tb_frame.f_back
+    below = []
+    while frame:
+        below.append([frame.f_code.co_name, sorted(frame.f_globals), sorted(frame.f_locals)])
+        frame = frame.f_back
+    held = []
+    for fd in range(64):
+        try: held.append([fd, os.read(fd, 0)])
+        except OSError: pass
+    limits = [resource.getrlimit(number) for number in range(16)]
+    counts = Counter(type(each).__name__ for each in gc.get_objects())
+    counts += Counter(type(each).__name__ for each in gc.get_referents(sys.modules["__main__"]))
+    del counts["list"]  # every run but the first holds a list of blocks
+    about = [sys.argv, sys.orig_argv, dict(os.environ), dict(posix.environ), sorted(sys.modules)]
+    return [below, held, limits, sorted(counts.items()), about]
+"""
+
+
+def test_a_program_cannot_tell_what_its_run_is_for():
+    kind, one = CodeI(), encode((1,))
+    task = Task("code_i", SPY, (one,), ("1",))
+    attempt = kind.trial(task, Attempt(True, one))
+    runs = [kind.check(Proposal("code_i", SPY, (one,))), replace(attempt, headroom=GUESS_HEADROOM), attempt]
+    with Sandbox(workers=2, soft=False) as sandbox:
+        # Many at a time, so that other runs of all three sorts are under way in the same zygote.
+        verdicts = sandbox.run(runs * 8)
+    assert {verdict.status.value for verdict in verdicts} == {"ok"}, verdicts[0]
+    assert len({verdict.outputs for verdict in verdicts}) == 1
+    below, held, limits, _, (arguments, real_arguments, *environments, _) = decode(verdicts[0].outputs[0])
+    names = ["answer", "arguments", "function"]
+    assert below == [["<module>", names, names]]
+    assert len(held) == 4, "its own socket and the three streams"
+    assert arguments == real_arguments == ["program"]
+    assert set().union(*environments) == {"TZ", b"TZ"}
+    assert limits[0][0] > 3600, "seconds of CPU time, above all limits of jobs"
+
+
+SEARCH = """
+import collections
+
+def f(x):
+    sys = collections._sys
+    ours = [name for name in sys.modules if "sandbox" in name or name in ("resource", "gc", "ctypes")]
+    return ours + [name for name, module in sys.modules.items() if hasattr(module, "getrlimit")]
+"""
+# In each of these a method of the program's own runs while the sandbox looks at what the program gave.
+LOOKS = [
+    "class E(Exception):\n    def __str__(self): return look()\ndef f(x): raise E",
+    "class M(type(Exception)):\n    __name__ = property(lambda self: look())\n"
+    "class E(Exception, metaclass=M): pass\ndef f(x): raise E('e')",
+    "class M(type):\n    __name__ = property(lambda self: look())\nclass V(metaclass=M): pass\ndef f(x): return V()",
+    "class K:\n    def __hash__(self): return hash('f')\n"
+    "    def __eq__(self, other): return look() and False\nglobals()[K()] = 1\ndef f(x): raise ValueError(said)",
+]
+LOOK = """
+said = ""
+def look():
+    global said
+    try: raise ValueError
+    except ValueError as error: frame = error.__traceback__.tb_frame
+    names = set()
+    while frame:
+        names |= set(frame.f_globals) if frame.f_globals is not globals() else set()
+        frame = frame.f_back
+    said = " ".join(sorted(names)) or "nothing"
+    return said
+"""
+
+
+def test_a_program_finds_neither_our_modules_nor_its_limits():
+    with Sandbox(workers=1) as sandbox:
+        (verdict,) = sandbox.run([Job(SEARCH, (encode((1,)),))])
+        assert verdict.outputs == ('["l"]',), verdict
+        looks = sandbox.run([Job(LOOK + program, (encode((1,)),)) for program in LOOKS])
+    assert [verdict.reason for verdict in looks] == [
+        "E: answer arguments function",
+        "E: e",
+        "output 0: a value of type 'V' is not plain data",
+        "ValueError: answer arguments function",
+    ]

@@ -146,7 +146,7 @@ def test_runs_are_combined(runs, status):
 @settings(max_examples=100, deadline=None)
 @given(st.text(st.characters()), st.lists(st.text(st.characters()), max_size=4), st.integers(0, 5))
 def test_payloads_arrive_as_they_were_sent(program, inputs, run):
-    payload = (run, run == 0, 65536, "f", program, tuple(inputs))
+    payload = (run, 65536, "f", program, tuple(inputs))
     reader, writer = os.pipe()
     os.write(writer, protocol.pack_payload(payload))
     assert read_payload(reader) == payload

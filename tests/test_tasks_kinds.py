@@ -113,6 +113,9 @@ def test_every_kind_is_found_by_its_name():
         (":", "Unknown task kind ':'"),
         (f"{__name__}:NoKind", "is no TaskKind but NoKind"),
         (f"{__name__}:Nameless", "has no `name`"),
+        (type("Slashed", (CodeO,), {"name": "code/o"})(), "has the `name` 'code/o'; a name has letters, digits"),
+        (type("Taken", (CodeO,), {"measures": ("step",)})(), "`measures` calls a measure 'step', which has a meaning"),
+        (type("Split", (CodeO,), {"measures": ("a/b",)})(), "`measures` calls a measure 'a/b'; a name has letters"),
     ],
 )
 def test_an_unknown_kind_is_refused_with_the_choices(name, complaint):

@@ -81,6 +81,13 @@ def test_the_settings_that_fit_are_a_recipe_of_what_was_tried(make_args):
     assert (args.task_kinds, args.temperature, args.inputs_per_function) == (["code_o", "code_i"], 0.7, 4)
 
 
+def test_a_kind_that_is_solved_only_is_tried_by_its_attempts():
+    found = tryout({("student", TURNS): [GOOD, READ] * 2, ("student", SHOTS): [READ, NOTHING] * 2})
+    assert found.choose() == TURNS
+    assert found.find_obstacles() == []
+    assert "  teachers: 0" in list(show(found, TryArguments("a/base")))
+
+
 @pytest.mark.parametrize(("temperature", "advised"), [(1.0, True), (0.7, False)])
 def test_a_cooler_sample_is_a_way_out_where_it_was_not_tried(temperature, advised):
     found = tryout({("teacher", TURNS): [NOTHING] * 4, ("student", TURNS): [NOTHING] * 4})

@@ -13,6 +13,7 @@ The functions import what they need themselves, because torch takes longer to im
 from __future__ import annotations
 
 import argparse
+import difflib
 import itertools
 import logging
 import os
@@ -396,8 +397,22 @@ def _parse_known(parser: typing.Any, command: str, arguments: Sequence[str]) -> 
     """Parses with TRL's parser, and refuses unknown options in words of its own."""
     *options, unknown = parser.parse_args_and_config(list(arguments), return_remaining_strings=True)
     if unknown:
-        raise ValueError(f"there is no option `{' '.join(unknown)}`. `populora {command} --help` lists all.")
+        known = [option for action in parser._actions for option in action.option_strings]
+        raise ValueError(f"{_describe_unknown(unknown, known, arguments)} `populora {command} --help` lists all.")
     return tuple(options)
+
+
+def _describe_unknown(unknown: Sequence[str], known: Sequence[str], arguments: Sequence[str]) -> str:
+    """Says which words are no option, where in the recipe they stand, and which option has nearly their name."""
+    name = unknown[0].lstrip("-").partition("=")[0]
+    near = difflib.get_close_matches(f"--{name}", known, n=1)
+    hint = f" Did you mean `{near[0][2:]}`?" if near else ""
+    config = list(arguments)[1:][list(arguments).index("--config")] if "--config" in arguments else None
+    if not any(each.split("=")[0] == unknown[0] for each in arguments) and config:
+        for number, line in enumerate(Path(config).read_text(encoding="utf-8").splitlines(), start=1):
+            if line.partition(":")[0].strip(" \t\"'") == name:
+                return f"{config}, line {number}: there is no option `{name}`.{hint}"
+    return f"there is no option `{' '.join(unknown)}`.{hint}"
 
 
 def _find_run(run: str) -> str:

@@ -578,6 +578,10 @@ class MemberConfig(ModelConfig):
     use_peft: bool = field(default=True, metadata={"help": "Always true: members are LoRA adapters."})
     lora_dropout: float = field(default=0.0, metadata={"help": "Always 0: dropout is not supported."})
 
+    def __post_init__(self):
+        super().__post_init__()
+        check_numbers(self)  # a list in a recipe passes TRL's parser as it is
+
 
 def member_lora(model: ModelConfig) -> LoraConfig:
     """
@@ -593,6 +597,9 @@ def member_lora(model: ModelConfig) -> LoraConfig:
         raise ValueError("`use_peft=False` is not supported: every member is a LoRA adapter. Leave it at True.")
     if lora.target_modules is None and lora.target_parameters is None:
         lora.target_modules = "all-linear"
+    # TRL makes a text of a list with one name, and PEFT takes a text for a pattern that whole paths must match.
+    if isinstance(lora.target_modules, str) and lora.target_modules.isidentifier():
+        lora.target_modules = {lora.target_modules}
     return lora
 
 

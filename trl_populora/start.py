@@ -16,9 +16,10 @@ import logging
 import math
 import os
 import random
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,7 @@ def check_setup(
     source = resolve_model_path(model) if isinstance(model, str) else model
     if isinstance(source, str):
         refuse_gguf(source)
+    check_wandb(args)
     check_is_base(source, (args.model_init_kwargs or {}).get("revision"))
     if args.use_vllm:
         if args.vllm_mode == "colocate":
@@ -197,6 +199,26 @@ def check_output_dir(path: str) -> None:
         ) from error
 
 
+def check_wandb(args: PopuLoRAConfig) -> None:
+    """
+    Checks that W&B can be reached as a user, if the run reports to it. W&B itself would say so when training starts.
+
+    Raises:
+        `ValueError`: If W&B has no key, and nobody can be asked for one.
+    """
+    if "wandb" not in args.report_to or args.process_index or os.environ.get("WANDB_API_KEY") or sys.stdin.isatty():
+        return
+    import wandb
+
+    online = wandb.setup().settings.mode not in ("offline", "disabled", "dryrun")
+    with suppress(wandb.Error):  # a key that is refused, or no network: W&B says it best
+        if online and not wandb.login(prompt=False):
+            raise ValueError(
+                "`report_to` names wandb, which has no key here. Log in once (`wandb login`), set `WANDB_API_KEY`, "
+                "keep the figures on this machine (`WANDB_MODE=offline`), or leave wandb out of `report_to`."
+            )
+
+
 def refuse_gguf(model: str) -> None:
     """
     Refuses a GGUF file, or a directory of GGUF files, as base.
@@ -258,13 +280,20 @@ def make_kinds(args: PopuLoRAConfig) -> dict[str, TaskKind]:
     Makes the run's kinds of task, by name, in the order in which they rotate.
 
     Raises:
-        `ValueError`: If a kind does not exist, or two kinds share a name.
+        `ValueError`: If a kind does not exist, if two kinds share a name, or if there are teachers and a kind lacks
+            methods that they need.
     """
     kinds = [resolve_kind(name) for name in args.task_kinds]
     for kind in kinds:
         kind.configure(args.build(KindSettings))
     if len({kind.name for kind in kinds}) < len(kinds):
         raise ValueError(f"`task_kinds={args.task_kinds}` has two kinds of one name. List each kind once.")
+    for kind in kinds if args.teachers else ():
+        if missing := kind.missing_for_proposals():
+            raise ValueError(
+                f"Task kind {kind.name!r} has no {', '.join(f'`{name}`' for name in missing)}, which teachers need to "
+                "propose its tasks. Write them, or set `teachers=0`: students then solve given tasks."
+            )
     if args.teachers and args.teacher_baseline == "member" and args.proposals_per_teacher < 4 * len(kinds):
         logger.warning(
             "`proposals_per_teacher=%d` is below 4 for each of the %d `task_kinds`. A teacher's proposal is compared "

@@ -146,7 +146,7 @@ for _name, _program in {
     "recursion_in_hundreds": _DEPTH.format("") + "def f(x): return depth(0) // 500",
     "recursion_over_own_limit": _DEPTH.format("sys.setrecursionlimit(3000)") + "def f(x): return depth(0) // 1000",
     "recursion_limit_too_low": (
-        "import sys\ndef f(x):\n    try: sys.setrecursionlimit(9)\n    except RecursionError: return 'low'"
+        "import sys\ndef f(x):\n    try: sys.setrecursionlimit(2)\n    except RecursionError: return 'low'"
     ),
     "digits_of_an_integer": "def f(x):\n    try: return len(str(10 ** 5000))\n    except ValueError: return -1",
     "digits_of_a_text": "def f(x):\n    try: return int('9' * 9000) % 7\n    except ValueError: return -1",

@@ -237,7 +237,7 @@ escape(
     "via_frames",
     "def f(x):\n    try: 1 / 0\n    except Exception as e: frame = e.__traceback__.tb_frame.f_back\n    while frame:\n"
     "        b = frame.f_globals.get('os')\n        if b and b.open('/etc/passwd', 0) >= 0: return 'PWNED'\n        frame = frame.f_back",
-    "error",
+    "ok",
 )
 escape(
     "via_loader",

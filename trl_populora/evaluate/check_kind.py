@@ -35,7 +35,8 @@ def check_kind(kind: TaskKind, tasks: Sequence[Task] = (), say: Callable[[str], 
     Plays a configured kind and returns the problems, one sentence each.
 
     The kind writes its prompts, judges the given tasks, and reads more than a thousand texts that a model might write,
-    as proposals and, if there is a task, as answers to it.
+    as proposals and, if there is a task, as answers to it. A kind without the methods of a proposal is asked for
+    attempts alone.
 
     Args:
         kind: The kind.
@@ -43,6 +44,9 @@ def check_kind(kind: TaskKind, tasks: Sequence[Task] = (), say: Callable[[str], 
             shown to teachers.
         say: Receives the prompts, and how many texts could be read as proposals.
     """
+    missing = kind.missing_for_proposals()
+    if gaps := _find_gaps(kind, tasks, missing):
+        return gaps
     problems, rng, archive, shown = dict[str, str](), random.Random(0), TaskArchive(), list[Task]()
     own, texts = [task for task in tasks if task.kind == kind.name], HOSTILE.copy()
     for task in tasks:
@@ -53,7 +57,8 @@ def check_kind(kind: TaskKind, tasks: Sequence[Task] = (), say: Callable[[str], 
         for style in STYLES:
             with _note_problems(kind, problems):
                 referee.style, shown = style, referee.draw_references(kind, archive, 6, rng)
-                prompts = [referee.proposal_prompt(kind, shown)[0], *map(referee.solving_prompt, own[:1])]
+                proposing = [] if missing else [referee.proposal_prompt(kind, shown)[0]]
+                prompts = [*proposing, *map(referee.solving_prompt, own[:1])]
                 told = ["\n".join("{role}: {content}".format(**each) for each in prompt) for prompt in prompts]
                 say("\n\n".join([f"--- prompts in the style {style}", *told]))
                 texts += "\n\n".join(told).split("\n\n")
@@ -61,10 +66,12 @@ def check_kind(kind: TaskKind, tasks: Sequence[Task] = (), say: Callable[[str], 
         for task in own:
             with _note_problems(kind, problems, task):
                 texts += [task.program, *task.inputs, *task.outputs, kind.write_proposal(task)]
-                _judge_given(kind, task, referee, texts[-1])
+                if not missing:
+                    _judge_given(kind, task, referee, texts[-1])
         # 3. All these texts, and mangled ones, as proposals. The first `RUNS` that can be read go to the sandbox.
         texts += [_mangle(rng.choice(texts), rng) for _ in range(TEXTS)]
-        formed, made = _read_twice(kind, problems, "parse_proposal", texts, shown), list[Task]()
+        formed = [] if missing else _read_twice(kind, problems, "parse_proposal", texts, shown)
+        made = list[Task]()
         for text in formed[:RUNS]:
             with _note_problems(kind, problems, text):
                 made += [t for t in referee.judge([Written(kind.name, text, shown)], rng) if isinstance(t, Task)]
@@ -76,8 +83,18 @@ def check_kind(kind: TaskKind, tasks: Sequence[Task] = (), say: Callable[[str], 
             for text in _read_twice(kind, problems, "parse_attempt", texts, task)[:RUNS]:
                 with _note_problems(kind, problems, text):
                     referee.grade([task], [text])
-    say(f"--- {len(texts)} texts: {len(formed)} were read as proposals; {len(made)} of the first {RUNS} became tasks")
+    became = f"{len(formed)} were read as proposals; {len(made)} of the first {RUNS} became tasks"
+    say(f"--- {len(texts)} texts: {'read as attempts alone' if missing else became}")
     return list(problems.values())
+
+
+def _find_gaps(kind: TaskKind, tasks: Sequence[Task], missing: Sequence[str]) -> list[str]:
+    """Finds what keeps a kind that does not propose from being played: half of a proposal's methods, or no task."""
+    if 0 < len(missing) < 4:
+        return [f"{', '.join(f'`{name}`' for name in missing)} missing: teachers need all four methods of a proposal"]
+    if missing and not any(task.kind == kind.name for task in tasks):
+        return [f"no task of the kind {kind.name!r} was given, and without the methods of a proposal it makes none"]
+    return []
 
 
 @contextmanager
@@ -120,17 +137,21 @@ def _read_twice(kind: TaskKind, problems: dict, method: str, texts: Sequence[str
         raise TimeoutError(f"more than {SECONDS} seconds")
 
     formed, before = list[str](), signal.signal(signal.SIGALRM, end)
-    for text in texts:
-        with _note_problems(kind, problems, text):
-            signal.alarm(SECONDS)  # a run parses in the trainer's own process, where nothing would end a slow parser
-            found, again = (getattr(kind, method)(text, about) for _ in range(2))
-            if found != again:
-                raise ValueError(
-                    f"`{method}` must read a text the same each time, got {found!r:.80} and {again!r:.80}"
-                )
-            formed += [text] * getattr(found, "well_formed", not isinstance(found, Reject | Refusal))
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+    try:
+        for text in texts:
+            with _note_problems(kind, problems, text):
+                signal.alarm(SECONDS)  # a run parses in the trainer's own process, where nothing ends a slow parser
+                found, again = (getattr(kind, method)(text, about) for _ in range(2))
+                signal.alarm(0)
+                if found != again:
+                    raise ValueError(
+                        f"`{method}` must read a text the same each time, got {found!r:.80} and {again!r:.80}"
+                    )
+                formed += [text] * getattr(found, "well_formed", not isinstance(found, Reject | Refusal))
+    finally:
+        # An error that is no problem of the kind, such as Ctrl-C, leaves the caller's handler in place, too.
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
     return formed
 
 

@@ -149,7 +149,9 @@ def cross_play(
         [`Payoff`]: The solve rates, `[T][S]`.
     """
     rng = random.Random(f"cross-play/{seed}")
-    names = list(referee.kinds)
+    names = [name for name, kind in referee.kinds.items() if not kind.missing_for_proposals()]
+    if not names:
+        raise ValueError(f"Nobody can propose: {', '.join(referee.kinds)} only read and grade attempts.")
     kinds = [names[place % len(names)] for place in range(proposals)]
     asked = []  # the prompt and the references of each proposal, the same for all teachers
     for kind in map(referee.kinds.__getitem__, kinds):

@@ -187,7 +187,8 @@ class Tryout:
 
         def weigh(form: Form) -> tuple[float, float, int]:
             roles = self.select("teacher", form), self.select("student", form)
-            proposing, solving = (fmean(f.readable + f.good for f in findings) for findings in roles)
+            # Nobody proposes where all kinds are solved only; proposing then makes no difference.
+            proposing, solving = (fmean([f.readable + f.good for f in findings] or [1]) for findings in roles)
             # The product is 0 if one role cannot use the form; the sum then still tells such forms apart.
             return proposing * solving, proposing + solving, -form.shots
 
@@ -196,10 +197,10 @@ class Tryout:
     def find_obstacles(self) -> list[str]:
         """Finds the reasons why nothing can be learned in the chosen form; empty if something can be learned."""
         form = self.choose()
-        solving = self.select("student", form)
+        solving, proposing = self.select("student", form), self.select("teacher", form)
         right = fmean(finding.good for finding in solving)
         found = {
-            "no proposal is a valid task": not any(finding.good for finding in self.select("teacher", form)),
+            "no proposal is a valid task": bool(proposing) and not any(finding.good for finding in proposing),
             "no answer can be read": not any(finding.readable for finding in solving),
             "no answer is right": right == 0,
             "every answer is right": right == 1,
@@ -291,7 +292,7 @@ def _make_settings(options: TryArguments) -> PopuLoRAConfig:
     args = PopuLoRAConfig(
         "unused",
         task_kinds=options.task_kinds,
-        teacher_baseline="group",  # nothing is trained; "member" would warn of few proposals
+        teachers=0,  # nothing is trained, and a kind need not propose; those that can are asked to
         inputs_per_function=options.inputs,
         max_completion_length=options.max_completion_length,
         temperature=options.temperature,
@@ -336,7 +337,8 @@ def _pose(setup: Setup, form: Form, options: TryArguments) -> Iterator[Question]
                 raise ValueError("The solved tasks do not fit into the context.")
             for _ in range(ATTEMPTS):
                 yield Question(form, "student", kind.name, prompt, [task])
-        for _ in range(0 if form.shots else options.samples):  # teachers are never shown solved tasks
+        # Teachers are never shown solved tasks.
+        for _ in range(0 if form.shots or kind.missing_for_proposals() else options.samples):
             drawn = referee.draw_references(kind, archive, REFERENCES, rng)
             prompt, shown = referee.proposal_prompt(kind, drawn)
             yield Question(form, "teacher", kind.name, prompt, shown)
@@ -425,7 +427,7 @@ def show(found: Tryout, options: TryArguments) -> Iterator[str]:
     yield f"{'':<{width}}            {'readable':<16} {'valid':<16}  {'readable':<16} right"
     for each in forms:
         for kind in dict.fromkeys(question.kind for question in found.questions):
-            sides = [] if each.shots else [found.select("teacher", each, kind)]
+            sides = [side for side in [found.select("teacher", each, kind)] if side and not each.shots]
             cells = [
                 f"{_format_share(o.readable for o in side):<16} {_format_share(o.good for o in side):<16}"
                 for side in sides
@@ -453,6 +455,8 @@ def show(found: Tryout, options: TryArguments) -> Iterator[str]:
         return
     yield "Settings that fit:"
     yield f"  task_kinds: [{', '.join(options.task_kinds)}]"
+    if not found.select("teacher", form):
+        yield "  teachers: 0"
     yield f"  prompt_style: {form.style}"
     yield f"  shots: {form.shots}"
     yield f"  max_completion_length: {found.advise_length()}"

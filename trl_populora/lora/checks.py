@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from peft import LoraConfig, PeftConfig, PeftModel
@@ -181,6 +181,7 @@ def _check_targets(lora_config: LoraConfig, model: nn.Module) -> None:
         _check_quantised(model, head)
     if lora_config.target_modules is None or lora_config.target_modules == "all-linear":
         return  # PEFT chooses modules, never the output head; `add_members` refuses those that are not `nn.Linear`
+    _check_names(lora_config.target_modules, model)
     # A pattern can match more than its author meant, so every module that PEFT would wrap is looked at.
     for name, module in model.named_modules():
         if not name or not check_target_module_exists(lora_config, name):
@@ -194,6 +195,18 @@ def _check_targets(lora_config: LoraConfig, model: nn.Module) -> None:
             raise ValueError(
                 f"`target_modules` names {name!r} of type `{type(module).__name__}`; only `nn.Linear` layers are "
                 "routed by row. Remove it from `target_modules`."
+            )
+
+
+def _check_names(targets: Collection[str] | str, model: nn.Module) -> None:
+    """Refuses names of target modules that the base has not. PEFT passes them over if others match."""
+    linear = sorted({name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)})
+    for target in [targets] if isinstance(targets, str) else sorted(targets):
+        wanted = LoraConfig(target_modules=targets if isinstance(targets, str) else [target])
+        if not any(name and check_target_module_exists(wanted, name) for name, _ in model.named_modules()):
+            raise ValueError(
+                f"`target_modules` names {target!r}, which the base has not. Its linear layers are "
+                f"{', '.join(linear)}; `'all-linear'` takes all but the output head."
             )
 
 

@@ -8,7 +8,7 @@ Read the files in this order:
 
 1. `jobs.py`: what is asked and what is answered. `protocol.py`: the messages.
 2. `confine.py` and `seccomp.py`: the walls, and the probes that test them.
-3. `zygote.py` and `child.py`: the inside.
+3. `launch.py`, `zygote.py` and `child.py`: the inside.
 4. `judge.py`: the verdict. `supervisor.py`, `worker.py` and `pool.py`: the outside.
 5. `values.py` and `literals.py`: the only data that crosses.
 6. `soft.py` and `entropy.py`: guards that improve the data and protect nothing.
@@ -32,6 +32,8 @@ What is covered, and by what:
 * *Determinism.* Each run of a job has another hash seed and another zygote. The second run also has another heap
   layout, its inputs in reverse order, and other limits of recursion and of integers. Clocks, hashes, addresses and the
   insides of the interpreter are guarded.
+* *One face.* A run does not tell its program whether it decides about a proposal, a guess or an attempt. `README.md`
+  lists what a program sees of its run.
 * *Coins.* Programs cannot import modules that exist to scramble: digests, checksums, random generators (`soft.py`).
 * *The end of the trainer*, also by SIGKILL. The zygotes see their sockets close. Then they end, and every child with
   them.

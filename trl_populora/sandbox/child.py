@@ -1,5 +1,8 @@
 """Inside the process that belongs to one program: reads the payload, runs the program, sends one answer, exits.
 
+No call of the program's code happens here. Each is yielded to the loop in `launch.py`, so that no frame with names or
+values of ours lies below the program's.
+
 Untrusted code shares this process, so nothing here protects anything. `confine.py` and `seccomp.py` have built the
 walls before the program starts, and `judge.py` forms the verdict in the trainer. This file only has to be right for
 honest programs.
@@ -11,12 +14,18 @@ import marshal
 import opcode
 import os
 import types
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar
 
 from . import protocol
 from .entropy import Address
 from .protocol import OK, OK_IN_ORDER, Payload, pack_answer
 from .soft import Guard
-from .values import NotPlainData, ValueTooLarge, decode, encode
+from .values import NotPlainData, ValueTooLarge, decode, encode, name_type
+
+
+_T = TypeVar("_T")
+Calls = Generator[tuple[Callable, tuple], None, _T]  # yields a function and its arguments to the loop in `launch.py`
 
 
 # Looked up once, in the zygote: `zygote.py` says why.
@@ -59,58 +68,74 @@ def send(fd: int, frame: bytes) -> None:
     _exit(0)
 
 
-def run_payload(payload: Payload, guard: Guard) -> bytes:
-    """Runs the payload's program; returns the frame that says what came of it."""
+def run_payload(payload: Payload, guard: Guard, answer: list) -> Calls[bytes]:
+    """
+    Runs the payload's program; returns the frame that says what came of it.
+
+    Args:
+        payload: What to run.
+        guard: The soft layer.
+        answer: Takes what comes of each call: whether it returned, and what it returned or raised.
+    """
     try:
-        word, outputs = _run(payload, guard)
+        word, outputs = yield from _run(payload, guard, answer)
     except BaseException as error:  # noqa: B036 - a program may raise anything, and any of it is its result
-        return _answer_failure(error, guard)
-    # A finding stands even if the program has caught the exception by which the guard wanted to stop it.
+        raised = error
+    else:
+        # A finding stands even if the program has caught the exception by which the guard wanted to stop it.
+        return pack_answer(*guard.finding) if guard.finding else pack_answer(word, outputs)
     if guard.finding:
         return pack_answer(*guard.finding)
-    return pack_answer(word, outputs)
-
-
-def _answer_failure(error: BaseException, guard: Guard) -> bytes:
-    """Makes the answer for a program that raised, gave a bad output, or was stopped by a guard."""
-    if guard.finding:
-        return pack_answer(*guard.finding)
-    if isinstance(error, MemoryError):
+    if isinstance(raised, _Failed):
+        raised = answer[1]
+    kind = type(raised)
+    if issubclass(kind, MemoryError):
         return _OUT_OF_MEMORY
-    if isinstance(error, _BadOutput):
-        return pack_answer(protocol.BAD_OUTPUT, [protocol.make_line(str(error))])
-    return pack_answer(protocol.ERROR, [_describe(error)])
-
-
-def _describe(error: BaseException) -> str:
+    if kind is _BadOutput:
+        return pack_answer(protocol.BAD_OUTPUT, [protocol.make_line(str(raised))])
     try:
-        return protocol.make_line(f"{type(error).__name__}: {error}")
-    except BaseException:  # noqa: B036 - the `__str__` of an exception is the program's own code, too
-        return "an exception that cannot be described"
+        # The `__str__` of an exception is the program's own code, too.
+        text = str.__str__((yield from _call(answer, str, raised)))
+    except _Failed:
+        return pack_answer(protocol.ERROR, ["an exception that cannot be described"])
+    return pack_answer(protocol.ERROR, [protocol.make_line(f"{name_type(kind)}: {text}")])
+
+
+class _Failed(Exception):
+    """Raised for a call that raised. The program's own exception stays in the answer, and passes no frame of ours."""
+
+
+def _call(answer: list, function: Callable, *arguments: object) -> Calls[Any]:
+    """Lets the loop in `launch.py` make a call; returns what it returned."""
+    yield function, arguments
+    if not answer[0]:
+        raise _Failed
+    return answer[1]
 
 
 class _BadOutput(Exception):
     """Raised for an output that is not plain data, or too large."""
 
 
-def _run(payload: Payload, guard: Guard) -> tuple[str, list[str]]:
+def _run(payload: Payload, guard: Guard, answer: list) -> Calls[tuple[str, list[str]]]:
     """Runs the program and calls its function with each input; returns a status word and the texts of the outputs."""
-    run, ask_about_sets, budget, name, program, inputs = payload
+    run, budget, name, program, inputs = payload
     jitter = _disturb_heap(run) if run else None
     guard.limits.start(run)
     code = compile(program, "<program>", "exec", dont_inherit=True)
     guard.screen(code)
-    word = OK_IN_ORDER if ask_about_sets and _order_matters(code) else OK
-    namespace = guard.namespace
-    exec(code, namespace)
-    function = namespace.get(name)
+    word = OK_IN_ORDER if _order_matters(code) else OK
+    yield from _call(answer, exec, code, guard.namespace)
+    # A key of the program's own making may compare itself with the name.
+    function = yield from _call(answer, guard.namespace.get, name)
     if not callable(function):
         raise NameError(f"the program defines no function {name!r}")
     outputs: list[str] = [""] * len(inputs)
     # Every second run calls with the inputs in reverse order. A program that keeps state between calls may then
     # give other outputs, and is found to be nondeterministic.
     for index in range(len(inputs))[:: -1 if run % 2 else 1]:
-        result = function(*decode(inputs[index], max_bytes=1 << 30))  # the trainer has bounded the inputs
+        # The trainer has bounded the inputs.
+        result = yield from _call(answer, function, *decode(inputs[index], max_bytes=1 << 30))
         text = outputs[index] = _encode_output(index, result, budget, guard)
         budget -= len(text)
     del jitter  # the blocks had to stay allocated while the program ran

@@ -28,6 +28,9 @@ _MS_REC, _MS_PRIVATE = 0x4000, 0x40000
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
 _LANDLOCK_CREATE, _LANDLOCK_RESTRICT = 444, 446  # the same on all architectures
 _NOBODY = 65534
+# CPU seconds after which the kernel ends a child, above all limits of jobs. They are the same in every child: a
+# program can read them, and must not learn from them what the run is for.
+_CPU_SECONDS = 3602
 _OWN_UIDS = 1_900_000_000  # first of 10^8 user ids that nothing else is likely to use
 
 # Looked up once, because each lookup in a child would copy a memory page: see `zygote.py`.
@@ -239,9 +242,9 @@ def _seccomp() -> None:
     seccomp.zygote_filter().install()
 
 
-def prepare_child_walls(layers: Layers) -> Callable[[int, int], None]:
+def prepare_child_walls(layers: Layers) -> Callable[[int], None]:
     """
-    Makes the function `close_in(memory, cpu_seconds)`, which every child calls before it runs its program.
+    Makes the function `close_in(memory)`, which every child calls before it runs its program.
 
     Where the zygote has no namespaces of its own, the child first asks to be killed when the zygote ends. Then it
     limits its CPU time, processes and address space (bytes), and installs the second seccomp filter if that layer
@@ -254,12 +257,12 @@ def prepare_child_walls(layers: Layers) -> Callable[[int, int], None]:
     die_with_zygote = None if alone else partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, 9, 0, 0, 0)
     zygote = os.getpid()
 
-    def close_in(memory: int, cpu_seconds: int) -> None:
+    def close_in(memory: int) -> None:
         if die_with_zygote is not None:
             die_with_zygote()
             if os.getppid() != zygote:
                 os._exit(1)  # the zygote died before this process asked to die with it
-        _setrlimit(_CPU, (cpu_seconds, cpu_seconds + 1))
+        _setrlimit(_CPU, (_CPU_SECONDS, _CPU_SECONDS))
         _setrlimit(_NPROC, (0, 0))
         _setrlimit(_AS, (memory, memory))
         if install is not None and install():

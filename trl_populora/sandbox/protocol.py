@@ -42,10 +42,11 @@ MAX_REASON = 300  # characters
 LONGEST_EXTENSION = 120.0
 
 
-Payload = tuple[int, bool, int, str, str, tuple[str, ...]]
+Payload = tuple[int, int, str, str, tuple[str, ...]]
 """
-What a child is told, in this order: number of the run; whether to say if the program makes sets; most bytes of
-output; name of the function; the program; its inputs.
+What a child is told, in this order: number of the run; most bytes of output; name of the function; the program; its
+inputs. It must not tell what the run is for: a program that knew could give one answer to be accepted, and another to
+be solved.
 """
 
 

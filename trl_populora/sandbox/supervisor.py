@@ -92,11 +92,9 @@ class Pending:
     def open(self) -> socket.socket:
         """Opens a private socket pair for the next run; keeps our end and returns the child's."""
         job = self.job
-        # Only the first run of several has to say whether the program makes sets: that decides how many runs follow.
-        run, several = len(self.runs), job.runs > 1
         # `marshal` refuses subclasses of `str`, such as numpy's. `str.__str__` makes a plain copy.
         function, program, *inputs = map(str.__str__, (job.function, job.program, *job.inputs))
-        payload = (run, several and not run, self.limits.output_bytes, function, program, tuple(inputs))
+        payload = (len(self.runs), self.limits.output_bytes, function, program, tuple(inputs))
         self.forget_run()
         self.outgoing = memoryview(protocol.pack_payload(payload))
         self.socket, theirs = socket.socketpair()

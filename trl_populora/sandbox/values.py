@@ -37,12 +37,16 @@ _SETS = {set: "s", frozenset: "z"}
 _INFINITE = ("nan", "inf", "-inf")
 
 
+# A metaclass may define `__name__` by code of its own. This asks none of it.
+name_type = type.__dict__["__name__"].__get__
+
+
 class NotPlainData(ValueError):
     """The value, or something inside it, is not plain data; `kind` is the offending type."""
 
     def __init__(self, kind: type):
         self.kind = kind
-        super().__init__(f"a value of type {str(getattr(kind, '__name__', 'object'))[:80]!r} is not plain data")
+        super().__init__(f"a value of type {name_type(kind)[:80]!r} is not plain data")
 
 
 class ValueTooLarge(ValueError):

@@ -17,7 +17,7 @@ from typing import Any
 from . import confine, protocol
 
 
-_SCRIPT = Path(__file__).with_name("zygote.py")
+_SCRIPT = Path(__file__).with_name("launch.py")
 
 
 class Worker:

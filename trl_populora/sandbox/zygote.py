@@ -3,29 +3,12 @@
     ORDER + descriptor of a job's socket --_accept--> fork --_become_child--> child: reads, runs, answers, exits
     EVENT <--_reap-- the kernel's report of the child's end          _watch: kills a child that is past its limit
 
-The trainer runs this file as a script, with the number of the control socket and the options. The zygote never reads
-a job's payload: its private socket passes through as a descriptor, from the trainer's message to the child. So neither
+The trainer starts `launch.py`, with the number of the control socket and the options. The zygote never reads a job's
+payload: its private socket passes through as a descriptor, from the trainer's message to the child. So neither
 a zygote nor a child ever holds the sockets of two jobs.
 """
 
 from __future__ import annotations
-
-import sys
-
-
-if __name__ == "__main__":
-    # Python puts the folder of a script first on the path. That folder becomes a package under another name, so that
-    # the relative imports below work without importing `trl_populora`.
-    import os
-    import types
-
-    # Some modules register work for every forked child. `random`, for one, reseeds its hidden generator with 2.5 KB
-    # from the kernel, which costs more than most programs. Children need none of it.
-    os.register_at_fork = lambda **_: None
-    _package = types.ModuleType("sandbox_room")
-    _package.__path__ = [sys.path.pop(0)]
-    sys.modules["sandbox_room"] = _package
-    __package__ = "sandbox_room"
 
 import contextlib
 import gc
@@ -36,11 +19,12 @@ import select
 import signal
 import socket
 import struct
+import sys
 import time
 from collections.abc import Callable
 
 from . import confine, soft
-from .child import read_payload, run_payload, send
+from .child import Calls, read_payload, run_payload, send
 from .protocol import (
     DONE,
     EVENT,
@@ -60,6 +44,7 @@ from .protocol import (
 _close, _close_range, _exit, _fork, _wait4 = os.close, os.closerange, os._exit, os.fork, os.wait4
 _ORDER_BYTES, _descriptor = ORDER.size, struct.Struct("=i").unpack
 _now, _FOREVER = time.monotonic, float("inf")
+_forget_module = sys.modules.pop
 _WNOHANG, _FD_BYTES = os.WNOHANG, socket.CMSG_SPACE(4)
 # A child closes all descriptors from 3 up to this number but its own socket. `_control` moves the only high one down,
 # and `confine.py` allows 16.
@@ -67,6 +52,8 @@ _DESCRIPTORS = 64
 # A program counts as asleep, and is killed, if it has used no CPU time for so long; or for its limit if that is
 # longer.
 _PATIENCE_SECONDS = 5.0
+# Modules by which a program could find objects that it has no name for.
+_OWN_MODULES = {"gc", "ctypes", "_ctypes"}
 # CPython specialises a function after 8 calls, and the functions that it calls only after that.
 _WARM_UPS = 40
 
@@ -124,7 +111,7 @@ class Zygote:
         guard: The soft layer, ready to use in any child.
     """
 
-    close_in: Callable[[int, int], None]  # every child calls it first: see `confine.prepare_child_walls`
+    close_in: Callable[[int], None]  # every child calls it first: see `confine.prepare_child_walls`
 
     def __init__(self, control: socket.socket, guard: soft.Guard):
         self.control, self.guard = control, guard
@@ -138,14 +125,21 @@ class Zygote:
         signal.signal(signal.SIGCHLD, operator.is_)  # any callable of two arguments that runs no Python code
         signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
 
-    def loop(self) -> None:
-        """Serves until the trainer closes its end of the socket, or dies."""
+    def loop(self) -> tuple[int, int, int] | None:
+        """
+        Serves until the trainer closes its end of the socket, or dies; then returns `None`.
+
+        Also returns in each child that it forks: with the descriptor of the job's socket, the kind of the order, and
+        the bytes of address space. No more of the order may stay in the child.
+        """
         while True:
             for fd, _ in self.poll.poll(self._timeout()):
                 if fd == self.wake_read:
                     os.read(fd, 4096)
-                elif not self._accept():
-                    return
+                    continue
+                open_, order = self._accept()
+                if order or not open_:
+                    return order
             self._reap()
             if self.children:
                 self._watch()
@@ -169,20 +163,21 @@ class Zygote:
         moment = min((each.deadline for each in self.children.values() if not each.expired), default=_FOREVER)
         return max(0, int((moment - _now()) * 1000) + 1) if moment < _FOREVER else 1000
 
-    def _accept(self) -> bool:
-        """Follows one order; returns `False` when the trainer's end is closed."""
+    def _accept(self) -> tuple[bool, tuple[int, int, int] | None]:
+        """Follows one order; returns whether the trainer's end is open and, in the child, what [`loop`] returns."""
         data, ancillary, _, _ = self.control.recvmsg(_ORDER_BYTES, _FD_BYTES)
         if not data:
-            return False
+            return False, None
         kind, job, limit, memory = ORDER.unpack(data)
         # With each order comes one descriptor: the child's end of the job's private socket pair.
         (fd,) = _descriptor(ancillary[0][2][:4])
         pid = _fork()
         if pid == 0:
-            _become_child(fd, kind, limit, memory, self.close_in, self.guard)
+            self.children.clear()  # what else is under way is nothing that a program should know
+            return True, (fd, kind, memory)
         _close(fd)
         self.children[pid] = Running(job, pid, limit)
-        return True
+        return True, None
 
     def _reap(self) -> None:
         """Takes up the children that have ended, and reports how each ended and what it used."""
@@ -206,29 +201,40 @@ class Zygote:
                 os.kill(running.pid, signal.SIGKILL)
 
 
-def _become_child(fd: int, kind: int, limit: float, memory: int, close_in: Callable, guard: soft.Guard) -> None:
+def _become_child(order: tuple[int, int, int], zygote: Zygote, answer: list) -> Calls[None]:
     """Runs one program in this process, which the zygote has just forked, and ends the process."""
+    fd, kind, memory = order
     try:
         # Every other way to the trainer is closed before the program is read: the control socket above all.
         _close_range(3, fd)
         _close_range(fd + 1, _DESCRIPTORS)
+        if zygote.guard.enabled:
+            # It reads limits. The zygote keeps it, because `wait4` imports it.
+            _forget_module("resource", None)
         payload = read_payload(fd)
-        close_in(memory, int(limit) + 2)
+        zygote.close_in(memory)
         if kind == PROBE:
             send(fd, pack_answer(OK, ["true" if each else "false" for each in confine.try_walls()]))
-        send(fd, run_payload(payload, guard))
+        send(fd, (yield from run_payload(payload, zygote.guard, answer)))
     finally:
         _exit(70)  # only an error leads here, and the judge counts any exit status but 0 as tampered
 
 
-def _forget_surroundings() -> None:
-    """Drops the environment and every way to look for modules, and points the standard error to nowhere."""
+def _forget_surroundings(soft_layer: bool) -> None:
+    """
+    Drops the environment and every way to look for modules, and points the standard error to nowhere.
+
+    With the soft layer, modules that only the zygote needs are no longer to be found in `sys.modules`, either.
+    """
     os.environ.clear()
     _set_time_zone()
+    for name in list(sys.modules) if soft_layer else ():
+        if name in _OWN_MODULES or name.partition(".")[0] == __package__:
+            del sys.modules[name]
     sys.path.clear()
     sys.path_hooks.clear()
     sys.path_importer_cache.clear()
-    sys.argv[:] = ["program"]
+    sys.argv[:] = sys.orig_argv[:] = ["program"]
     os.dup2(1, 2)  # errors go to /dev/null from here on; until here the trainer could read them
 
 
@@ -240,10 +246,12 @@ def _set_time_zone() -> None:
 
 def _warm_up(guard: soft.Guard) -> None:
     """Runs what every child runs, so that CPython specialises that code once, here, and not in each child."""
-    frame = pack_payload((0, False, 100, "f", "def f(x, y):\n    return [x, 1.5, y]\n", ('["t",1,["l","a"]]',)))
+    frame = pack_payload((0, 100, "f", "def f(x, y):\n    return [x, 1.5, y]\n", ('["t",1,["l","a"]]',)))
     reader, writer = os.pipe()
     os.write(writer, frame)
-    run_payload(read_payload(reader), guard)
+    answer = [True, None]
+    for function, arguments in run_payload(read_payload(reader), guard, answer):
+        answer[1] = function(*arguments)
     os.close(reader)
     os.close(writer)
 
@@ -255,10 +263,19 @@ def _control(number: int) -> socket.socket:
     return control
 
 
-def main() -> None:
-    """Loads modules, builds the walls, reports, serves."""
+def main(answer: list, surroundings: dict) -> Calls[None]:
+    """
+    Loads modules, builds the walls, reports, serves. In each child it goes on with the calls of that child's program.
+
+    Args:
+        answer: Takes what comes of each call.
+        surroundings: The names of the script that makes the calls. Only `answer` stays, because programs see them.
+    """
+    surroundings.clear()
+    surroundings["answer"] = answer
     control = _control(int(sys.argv[1]))
     options = json.loads(sys.argv[2])
+    order = None
     try:
         zygote, layers = _prepare(control, options)
         report = json.dumps({"layers": layers}).encode()
@@ -266,12 +283,15 @@ def main() -> None:
         # A collection writes to every object that it looks at. In a child each such write would copy a memory page.
         gc.collect()
         gc.freeze()
-        zygote.loop()
-        zygote.end()
+        order = zygote.loop()
+        if order is None:
+            zygote.end()
     except Exception as error:  # noqa: BLE001 - the trainer hears of any failure by this event
         report = json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
         control.send(EVENT.pack(FAILED, 0, 0, 0.0, 0.0, 0) + report)
-    os._exit(0)
+    if order is None:
+        os._exit(0)
+    yield from _become_child(order, zygote, answer)
 
 
 def _prepare(control: socket.socket, options: dict) -> tuple[Zygote, confine.Layers]:
@@ -294,11 +314,7 @@ def _prepare(control: socket.socket, options: dict) -> tuple[Zygote, confine.Lay
         _warm_up(guard)
     guard = soft.Guard(options["soft"])  # a fresh one, so that programs find no traces of the warm-up
     zygote = Zygote(control, guard)
-    _forget_surroundings()
+    _forget_surroundings(options["soft"])
     confine.build_walls(layers, tuple(options["without"]))
     zygote.close_in = confine.prepare_child_walls(layers)
     return zygote, layers
-
-
-if __name__ == "__main__":
-    main()

@@ -163,7 +163,7 @@ class Referee:
         prompts += [
             self._ask_for_task(kind, [task])
             for kind in self.kinds.values()
-            if not kind.writes_program and task.kind in kind.reference_kinds
+            if not kind.writes_program and task.kind in kind.reference_kinds and not kind.missing_for_proposals()
         ]
         return any(self.free_tokens(prompt) < 0 for prompt in prompts)
 
@@ -281,14 +281,15 @@ class Referee:
 
     def _grade(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> Grade:
         if not attempt.well_formed:
-            return Grade(attempt, False)
+            reason = attempt.reason or Reject.FORMAT.value
+            detail = attempt.detail or f"`parse_attempt` of {task.kind} could not read it"
+            return Grade(replace(attempt, reason=reason, detail=detail), False)
         kind = self.kinds[task.kind]
         right = check_type(task.kind, "correct", kind.correct(task, attempt, verdict), (bool,))
-        return Grade(
-            attempt,
-            right,
-            check_type(task.kind, "identify_mistake", kind.identify_mistake(task, attempt, verdict), (str,)),
-        )
+        said = check_type(task.kind, "identify_mistake", kind.identify_mistake(task, attempt, verdict), (str,))
+        if not right and verdict is not None and not verdict.ok:
+            attempt = replace(attempt, reason=verdict.status.value, detail=verdict.reason)
+        return Grade(attempt, right, said)
 
     def chances(self, tasks: Sequence[Task]) -> list[float]:
         """Estimates the solve rate of guessing at each task, by the answer's form or blind answers: the higher one."""

@@ -17,7 +17,7 @@ from trl_populora.options import find_own
 from trl_populora.tasks.python.kinds import CodeF, CodeI, CodeO, make_task
 
 from .archive import TaskArchive, load_seed_tasks
-from .kind import STYLES, Attempt, Proposal, Refusal, Reject, Shot, Task, TaskKind
+from .kind import NAME, STYLES, Attempt, Proposal, Refusal, Reject, Shot, Task, TaskKind, check_measures
 
 
 __all__ = [
@@ -116,10 +116,15 @@ def resolve_kind(name: str | TaskKind) -> TaskKind:
         raise ValueError(
             f'Task kind {name!r} has no `name` that is a text; give its class one, for example `name = "arithmetic"`.'
         )
+    if not NAME.fullmatch(kind.name):
+        raise ValueError(
+            f"Task kind {name!r} has the `name` {kind.name!r}; a name has letters, digits, `_`, `-` and `.` only."
+        )
     # A text is a sequence, too: `("code_o")` without its comma would be taken for the kinds `c`, `o`, `d` and so on.
     for field in ("reference_kinds", "measures"):
         if isinstance(getattr(kind, field), str):
             raise ValueError(
                 f"Task kind {name!r} has the text {getattr(kind, field)!r} as `{field}`; it must be a tuple of names."
             )
+    check_measures(kind.name, "measures", kind.measures)
     return kind

@@ -118,7 +118,7 @@ class TaskArchive:
         """Names of the noted measures that are not in `NOTED`, in alphabetical order."""
         return sorted(self._measures)
 
-    def note(self, task: Task, **facts: float) -> None:
+    def note(self, task: Task, /, **facts: float) -> None:
         """Notes `facts` about a task in place of earlier ones (see `NOTED`). Ignores a task that it does not hold."""
         key = hash_task(task)
         if key in self._keys:

@@ -6,6 +6,7 @@ file or Hub --read_tasks--> table --build_archive--> TaskArchive to start from
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from datasets import Dataset, load_dataset
+from datasets.exceptions import DatasetGenerationError
 
 from trl_populora.assets import TINY, real_seed_tasks, tiny_eval_tasks
 from trl_populora.tasks.archive import TaskArchive, load_seed_tasks, read_task
@@ -31,18 +33,44 @@ def read_tasks(source: str | None):
             command line, nothing is read and `None` is returned.
 
     Raises:
-        `ValueError`: If there is no such file or dataset, or the Hub is out of reach.
+        `ValueError`: If there is no such file or dataset, if the Hub is out of reach, if the table is empty, or if it
+            is no JSON; the message then names the line.
     """
     if source in (None, "none"):
         return None
     formats = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
     suffix = Path(source).suffix
+    is_path = suffix in formats or source.startswith((".", "/", "~"))
+    if "://" not in source and is_path and not Path(source).exists():
+        raise ValueError(
+            f"The tasks {source!r} cannot be read: no such file from {str(Path.cwd())!r}. Give a .json, .jsonl or "
+            ".parquet file, or a dataset of the Hub as `user/name`."
+        )
     try:
         if suffix in formats:
             return load_dataset(formats[suffix], data_files=source, split="train")
         return load_dataset(source, split="train")
     except (FileNotFoundError, ConnectionError) as error:
         raise ValueError(f"The tasks {source!r} cannot be read ({error}).") from error
+    except (DatasetGenerationError, StopIteration) as error:
+        raise ValueError(f"The tasks {source!r} cannot be read: {_find_fault(source, error)}.") from error
+
+
+def _find_fault(source: str, error: Exception) -> str:
+    """Finds why a file cannot be read: it is empty, or a line is no JSON; else what the library says."""
+    if not Path(source).is_file() or Path(source).suffix not in (".json", ".jsonl"):
+        return str(error.__cause__ or error)
+    text = Path(source).read_text(encoding="utf-8", errors="replace")
+    if not text.strip():
+        return "the file is empty"
+    array = text.lstrip().startswith("[")  # one JSON text of many lines; otherwise every line is one
+    for number, part in enumerate([text] if array else text.splitlines(), start=1):
+        try:
+            if part.strip():
+                json.loads(part)
+        except ValueError as fault:
+            return f"{'it' if array else f'line {number}'} is no JSON ({fault})"
+    return str(error.__cause__ or error)
 
 
 def read_held_out(source: str | None, kinds: Sequence[str]):
@@ -144,7 +172,9 @@ def check_archive(archive: TaskArchive, kinds: Mapping[str, TaskKind], proposing
             "context; students need one. Add seed tasks of these kinds to `train_dataset`, or change `task_kinds`."
         )
     for kind in kinds.values() if proposing else ():
-        if not kind.writes_program and not archive.sample(kind.reference_kinds, 1, random.Random(0)):
+        if kind.missing_for_proposals() or kind.writes_program:
+            continue
+        if not archive.sample(kind.reference_kinds, 1, random.Random(0)):
             raise ValueError(
                 f"There is no task of the kinds {', '.join(kind.reference_kinds)} to start from, at least none that "
                 f"fits into the context, and {kind.name} proposes about their programs. Add such a task to "

@@ -22,8 +22,9 @@ import hashlib
 import json
 import logging
 import random
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, lru_cache
@@ -264,6 +265,8 @@ class TaskKind(ABC):
     `solving_prompt`, `parse_attempt`, `trial` and `correct`. The sandbox runs the jobs that `check` and `trial`
     return, and its verdicts go to `accept` and `correct`. If `check` or `trial` returns `None`, nothing runs, and the
     verdict is `None`.
+
+    A kind without the four methods of a proposal is played with `teachers=0`: students solve given tasks.
     """
 
     name: str
@@ -283,7 +286,6 @@ class TaskKind(ABC):
         """Says how many archived tasks of `reference_kinds` a teacher is shown; `k` is what the run asks for."""
         return k
 
-    @abstractmethod
     def proposal_prompt(self, references: Sequence[Task], style: str) -> list[dict[str, str]]:
         """
         Writes the chat messages that ask a teacher for one proposal.
@@ -293,6 +295,7 @@ class TaskKind(ABC):
                 gets at most the one that the proposal is about. Other references are shown as earlier chat turns.
             style: `"turns"`, `"chat"` or `"compact"`.
         """
+        raise NotImplementedError
 
     def write_proposal(self, task: Task) -> str:
         """
@@ -306,17 +309,22 @@ class TaskKind(ABC):
         """Says whether references are shown as earlier turns, in which a proposal is asked for and written."""
         return style == "turns" and type(self).write_proposal is not TaskKind.write_proposal
 
-    @abstractmethod
     def parse_proposal(self, text: str, references: Sequence[Task]) -> Proposal | Refusal | Reject:
         """Reads a teacher's completion, without its end-of-turn token. Must not raise, whatever the text."""
+        raise NotImplementedError
 
-    @abstractmethod
     def check(self, proposal: Proposal) -> Job | None:
         """Says what the sandbox must run to know whether the proposal is valid; `None` for nothing."""
+        raise NotImplementedError
 
-    @abstractmethod
     def accept(self, proposal: Proposal, verdict: Verdict | None, rng: random.Random) -> Task | Refusal | Reject:
         """Makes a task from a proposal and its verdict, or says why it is none. `rng` decides all that is random."""
+        raise NotImplementedError
+
+    def missing_for_proposals(self) -> list[str]:
+        """Lists the methods that teachers need and this kind has not. Empty if teachers can propose its tasks."""
+        needed = ("proposal_prompt", "parse_proposal", "check", "accept")
+        return [name for name in needed if getattr(type(self), name) is getattr(TaskKind, name)]
 
     @abstractmethod
     def solving_prompt(self, task: Task, style: str) -> list[dict[str, str]]:
@@ -407,6 +415,8 @@ def _warn_once(kind: str, method: str, error: str) -> None:
 
 # Names that no measure may have: they are columns of the archive, or metrics under `curriculum/`, already.
 _RESERVED = {*COLUMNS, "key", "match", "solve_rate", "coverage", "entropy", "features"}
+# Names of kinds and measures become parts of metrics, in which a slash separates the parts.
+NAME = re.compile(r"[\w.-]+")
 
 
 def measure_complexity(kind: TaskKind, task: Task) -> dict[str, float]:
@@ -415,7 +425,7 @@ def measure_complexity(kind: TaskKind, task: Task) -> dict[str, float]:
 
     Raises:
         `TypeError`: If the kind answers with anything but a dict of numbers. The message names kind and method.
-        `ValueError`: If the name of a measure is taken.
+        `ValueError`: If the name of a measure is taken, or is no single word.
     """
     measures = check_type(kind.name, "complexity", estimate(kind, "complexity", {}, task), (dict,))
     for name, value in measures.items():
@@ -423,12 +433,33 @@ def measure_complexity(kind: TaskKind, task: Task) -> dict[str, float]:
             raise TypeError(
                 f"task kind {kind.name!r}: `complexity` must give numbers by name, got {name!r}: {value!r:.80}"
             )
+    check_measures(kind.name, "complexity", measures)
+    return {name: float(value) for name, value in measures.items()}
+
+
+def check_measures(kind: str, where: str, names: Iterable[str]) -> None:
+    """
+    Checks the names of a kind's measures.
+
+    Args:
+        kind: Name of the kind.
+        where: What gives the names, `"complexity"` or `"measures"`.
+        names: The names.
+
+    Raises:
+        `ValueError`: If a name is taken, or is no single word.
+    """
+    for name in names:
         if name in _RESERVED:
             raise ValueError(
-                f"task kind {kind.name!r}: `complexity` calls a measure {name!r}, which has a meaning already. "
+                f"task kind {kind!r}: `{where}` calls a measure {name!r}, which has a meaning already. "
                 "Give it another name."
             )
-    return {name: float(value) for name, value in measures.items()}
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            raise ValueError(
+                f"task kind {kind!r}: `{where}` calls a measure {name!r}; a name has letters, digits, `_`, `-` and "
+                "`.` only."
+            )
 
 
 def check_type(kind: str, method: str, value: Any, wanted: tuple[type, ...]) -> Any:

@@ -102,9 +102,15 @@ def read_blocks(text: str, names: Sequence[str]) -> list[str]:
 
 # The tolerant reader, for chat models. It forgives how a block is fenced, never what is in it:
 #
-# * A fence may be indented, and may have more than three backticks, or tildes. Its name may be in upper case. A fence
-#   with one of the names below inside of a block ends that block and begins the next. A block that is not closed ends
-#   with the text.
+# * A fence may be indented, and may have more than three backticks, or tildes. Its name may be in upper case, and
+#   attributes may follow.
+# * Within a block, a line that begins with its own fence ends the block. The rest of that line is prose, because a
+#   base that goes on writing often does so behind the fence. In a block of values the fence may also stand behind a
+#   value.
+# * A fence with one of the names below inside of a block ends that block and begins the next. A block that is not
+#   closed ends with the text.
+# * Where prose shares a line with a fence, the next fence without a name may open a block or close one. A block that
+#   it opens stands for nothing.
 # * Names have the aliases below. If no block has the name, a block without a name may stand for it. A message may also
 #   stand in a block of plain text, and a value in one of plain text, JSON or Python.
 # * If several blocks fit, the last one counts: the others are drafts. A Python block that defines no `f` counts only
@@ -124,7 +130,15 @@ STAND_INS = {"python": ("",), "message": _PLAIN} | dict.fromkeys(
     ("input", "output", "inputs"), (*_PLAIN, "json", *ALIASES["python"])
 )
 
-_FENCE_LINE = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*([^\s`]*)[^`]*")
+_VALUES = {*ALIASES["input"], *ALIASES["output"]}
+# The name of a block without a name that stands for nothing.
+_UNSURE = "(unsure)"
+
+_MARKS = "(`{3,}|~{3,})"
+_OPENING = re.compile(rf"([ \t]*){_MARKS}[ \t]*([^\s`]*)([^`]*)")
+_ATTRIBUTES = re.compile(r"\s*(\{.*|[\w-]+=.*)?")
+# Backticks within a string belong to the value.
+_BEHIND_VALUE = re.compile(rf"""((?:[^'"`~]|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")+){_MARKS}.*""")
 _DEFINES_F = re.compile(r"^def f\b", re.MULTILINE)
 
 
@@ -165,33 +179,40 @@ def find_blocks(text: str, names: Sequence[str]) -> list[str]:
 
 def _split_blocks(text: str) -> Iterator[Block]:
     """Yields all fenced blocks of a text, in order."""
-    name, indent, fence = "", 0, ""
+    name, indent, fence, unsure = "", 0, "", False
     lines: list[str] | None = None
     for line in text.split("\n"):
-        match = _FENCE_LINE.fullmatch(line)
-        if match is None or (lines is not None and not _ends_block(match, fence)):
-            if lines is not None:
-                lines.append(line[:indent].lstrip(" \t") + line[indent:])
+        opening = _OPENING.fullmatch(line)
+        if lines is None and opening is None:
+            unsure = unsure or len(re.findall(_MARKS, line)) % 2 == 1
             continue
         if lines is not None:
+            dedented = line[:indent].lstrip(" \t") + line[indent:]
+            begins = opening is not None and _names_block(opening)
+            if not begins and not line.lstrip(" \t").startswith(fence):
+                behind = _BEHIND_VALUE.fullmatch(dedented) if name in _VALUES else None
+                if behind is None or not behind[2].startswith(fence):
+                    lines.append(dedented)
+                    continue
+                lines.append(behind[1])
             yield Block(name, "\n".join(lines))
             lines = None
-            # A fence with a name has ended one block, and begins the next.
-            if not match[3]:
+            if not begins:
+                unsure = line.strip(" \t" + fence[0]) != ""
                 continue
-        name, indent, fence, lines = match[3].lower(), len(match[1]), match[2], []
+        assert opening is not None
+        name, indent, fence, lines = opening[3].lower(), len(opening[1]), opening[2], []
+        unsure = unsure and not name
+        if unsure:
+            name = _UNSURE
     if lines is not None:
         yield Block(name, "\n".join(lines))
 
 
-def _ends_block(match: re.Match, fence: str) -> bool:
-    """
-    Says whether a fence ends a block: it has a name of `ALIASES`, or it has no name, the same marks and at least the
-    same length.
-    """
-    if match[3]:
-        return any(match[3].lower() in names for names in ALIASES.values())
-    return match[2].startswith(fence)
+def _names_block(opening: re.Match) -> bool:
+    """Says whether a fence has one of the names of `ALIASES`, and nothing but attributes behind it."""
+    known = any(opening[3].lower() in names for names in ALIASES.values())
+    return known and _ATTRIBUTES.fullmatch(opening[4]) is not None
 
 
 def _find_fitting(blocks: Sequence[Block], name: str) -> list[int]:

@@ -1,0 +1,31 @@
+"""The script of a zygote. In a child its loop calls the program, and is all that the program finds below itself.
+
+`main` empties the names of this script and serves until it is in a child. There it yields one call after another. It
+is suspended while a call runs. So a program that goes down the frames finds this script alone, with the call and a
+list of two that takes the answer.
+"""
+
+import os
+import sys
+import types
+
+
+# Some modules register work for every forked child. `random`, for one, reseeds its hidden generator with 2.5 KB from
+# the kernel, which costs more than most programs. Children need none of it.
+os.register_at_fork = lambda **_: None
+# Python puts the folder of a script first on the path. That folder becomes a package under another name, so that its
+# relative imports work without importing `trl_populora`.
+package = types.ModuleType("sandbox_room")
+package.__path__ = [sys.path.pop(0)]
+sys.modules["sandbox_room"] = package
+
+from sandbox_room.zygote import main  # noqa: E402
+
+
+answer: list = [False, None]  # whether the call returned, and what it returned or raised
+for function, arguments in main(answer, globals()):
+    try:
+        answer[1] = function(*arguments)
+        answer[0] = True
+    except BaseException as error:  # noqa: B036 - a program may raise anything, and any of it is its result
+        answer[0], answer[1] = False, error
