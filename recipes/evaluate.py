@@ -31,7 +31,7 @@ import time
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import requests
@@ -41,6 +41,7 @@ from evalscope.benchmarks.live_code_bench.testing_util import import_string
 from peft import LoraConfig
 
 from trl_populora.assets import resolve_model_path
+from trl_populora.evaluate.intervals import measure_mean
 from trl_populora.files import write_json
 from trl_populora.generate.player import STOPS, TEXT_STOPS
 from trl_populora.hub.card import VLLM_RANKS
@@ -213,7 +214,7 @@ def ask(benchmark: Benchmark, contender: str, folder: Path, url: str, limit: int
 def interval(values: list[float], lowest: float) -> tuple[float, float]:
     """Mean and half of the 95 % interval, in percent."""
     padded = [*values, lowest, lowest, 1.0, 1.0]  # as Agresti and Coull have it, for where all questions say the same
-    return 100 * fmean(values), 196 * stdev(padded) / len(padded) ** 0.5
+    return 100 * fmean(values), 100 * measure_mean(padded)[1]
 
 
 def add_figures(found: dict[str, Any], name: str, answers: dict[str, list[float]], members: list[str]) -> list[str]:

@@ -29,17 +29,17 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from trl_populora.evaluate.cross_play import Contest, assemble
+from trl_populora.evaluate.intervals import measure_mean
 from trl_populora.files import write_json
 from trl_populora.lora.layers import BASE_NAME
 from trl_populora.run.checkpoint import write_member_file
@@ -159,11 +159,6 @@ def majority(tries: Sequence[Try]) -> float:
     return fmean(right[answer] for answer, count in counts.items() if count == most) if most else 0.0
 
 
-def margin(values: Sequence[float]) -> float:
-    """1.96 standard errors of the mean over tasks."""
-    return 1.96 * stdev(values) / math.sqrt(len(values))
-
-
 def rates(tries: Sequence[Sequence[Try]]) -> list[float]:
     return [fmean(right for right, *_ in group) for group in tries]
 
@@ -184,15 +179,15 @@ def figures(
         copied (`Sequence[bool]`): Which tasks giving back the given block solves; empty if that is not tried.
     """
     own = rates(tries)
-    found: dict[str, Any] = {"right": [fmean(own), margin(own)]}
+    found: dict[str, Any] = {"right": list(measure_mean(own))}
     for kind in sorted({task.kind for task in tasks}):
         found[kind] = fmean(rate for rate, task in zip(own, tasks, strict=True) if task.kind == kind)
     if start is not None:
         above = [mine - theirs for mine, theirs in zip(own, rates(start), strict=True)]
-        found["over it"] = [fmean(above), margin(above)]
+        found["over it"] = list(measure_mean(above))
         rest = [gain for gain, is_copied in zip(above, copied, strict=True) if not is_copied] if copied else []
         if len(rest) > 1:
-            found["uncopied"] = [fmean(rest), margin(rest)]
+            found["uncopied"] = list(measure_mean(rest))
     return found | {
         "any": fmean(rate > 0 for rate in own),
         "all": fmean(rate == 1 for rate in own),
