@@ -296,6 +296,8 @@ class PopuLoRATrainer(HubTrainer):
         self._open()
         self._best_step = None
         self._forget_unfinished_step()
+        if self.held_out is not None and self.state.global_step:
+            self.held_out.forget_rates()  # step 1 of this training is not step 1 of the last
         try:
             with self.directory, StopAtSignals(self):
                 found = self.directory.claim(resume_from_checkpoint)
