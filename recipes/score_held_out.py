@@ -4,8 +4,9 @@ Scores the students of finished runs, their base and the adapter that they start
     python recipes/score_held_out.py runs/smollm2-2t2s runs/smollm2-2t2s-1 \
         --tasks held_out.jsonl --start runs/smollm2-cold
 
-Every contender attempts every task `--attempts` times, sampled as its run samples. What a contender got right lies in
-`<output>/<contender>.json` as soon as it is known, and is not asked again. The table, also in `<output>/table.md`:
+Every contender attempts every task `--attempts` times, sampled as its run samples; base and start as the first run.
+What a contender got right lies in `<output>/<contender>.json` as soon as it is known, and the same weights are not
+asked the same again. The table, also in `<output>/table.md`:
 
     right      share of the attempts that are right, and half of its 95 % interval over tasks; then the same by kind
     over it    what that is above the adapter that the students started from (without `--start` above the base), paired
@@ -41,15 +42,20 @@ from tqdm import tqdm
 from trl_populora.evaluate.cross_play import Contest, assemble
 from trl_populora.evaluate.intervals import measure_mean
 from trl_populora.files import write_json
+from trl_populora.hub.warm_start import write_adapter
 from trl_populora.lora.layers import BASE_NAME
-from trl_populora.run.checkpoint import write_member_file
-from trl_populora.run.read import read_population
-from trl_populora.run.saved_population import check_one_moment
+from trl_populora.lora.members import read_member, write_member
+from trl_populora.run.read import read_chat_template, read_population
+from trl_populora.run.saved_population import SAMPLING, Shape, check_one_moment
 from trl_populora.tasks import Task, choose_kinds, load_seed_tasks, resolve_kind
 from trl_populora.tasks.python.reading import has_thinking
 
 
-START, COPYING, ADAPTER_FILE = "start", "copying", "adapter_model.safetensors"
+START, COPYING = "start", "copying"
+ADAPTER_FILES = "adapter_config.json", "adapter_model.safetensors"
+AS_TRAINED = {"model_init_kwargs": {"dtype": "bfloat16"}, "bf16": True}
+# Settings of a run that decide what a contender is asked and how it answers.
+ASKED_AS = ("max_completion_length", "shots", "reading", "prompt_texts", *SAMPLING)
 Try = tuple[bool, str, bool]  # right, the answer (empty if unreadable), worked
 
 
@@ -77,17 +83,19 @@ def try_tasks(
     return found
 
 
-def find_contenders(options: argparse.Namespace, tasks: Sequence[Task]) -> dict[str, str | Path]:
+def find_contenders(options: argparse.Namespace, tasks: Sequence[Task]) -> dict[str, dict[str, str]]:
     """
-    The name of each contender and where it comes from: a directory, or `base`.
+    The name of each contender, and what decides its answers: where it comes from (a directory, or `base`), the
+    adapter's weights, the base, and how it is asked.
 
     Raises:
         ValueError: If a run cannot be read, was not saved to its end or does not play a task's kind, if two runs have
-            one name, if there is no adapter in `--start`.
+            one name or other bases, if there is no adapter in `--start`.
     """
-    if options.start and not (options.start / ADAPTER_FILE).is_file():
-        raise ValueError(f"{options.start} holds no {ADAPTER_FILE}; `--start` is the directory given as `warm_start`.")
-    found: dict[str, str | Path] = {BASE_NAME: BASE_NAME} | ({START: options.start} if options.start else {})
+    for file in ADAPTER_FILES if options.start else ():
+        if not (options.start / file).is_file():
+            raise ValueError(f"{options.start} holds no {file}; `--start` is the directory given as `warm_start`.")
+    found: dict[str, dict[str, str]] = {}
     for run in map(Path, options.runs):
         saved = read_population(run)
         check_one_moment(run, saved)
@@ -95,11 +103,42 @@ def find_contenders(options: argparse.Namespace, tasks: Sequence[Task]) -> dict[
         kinds = [resolve_kind(kind).name for kind in played]
         if strange := ", ".join(sorted({task.kind for task in tasks} - set(kinds))):
             raise ValueError(f"{options.tasks} has tasks of {strange}; {run} plays {', '.join(kinds)}.")
-        names = [student_name(run, member["name"]) for member in saved["members"] if member["role"] == "student"]
-        if taken := found.keys() & set(names):
+        base, asked_as = describe_base(saved), describe_asking(run, saved)
+        if not found:
+            found[BASE_NAME] = {"of": BASE_NAME, "weights": "", "base": base, "asked_as": asked_as}
+            if options.start:
+                found[START] = describe_adapter(options.start, options.start) | {"base": base, "asked_as": asked_as}
+        elif base != found[BASE_NAME]["base"]:
+            raise ValueError(f"{run} is on another base ({base}) than {options.runs[0]} ({found[BASE_NAME]['base']}).")
+        students = {student_name(run, each["name"]): each for each in saved["members"] if each["role"] == "student"}
+        if taken := found.keys() & students.keys():
             raise ValueError(f"Two runs have a {min(taken)}; give runs whose directories have different names.")
-        found |= dict.fromkeys(names, run)
+        for name, each in students.items():
+            found[name] = describe_adapter(run, run / each["adapter"]) | {"base": base, "asked_as": asked_as}
     return found
+
+
+def describe_adapter(source: Path, adapter: Path) -> dict[str, str]:
+    """Where an adapter comes from, and a digest that changes with its weights."""
+    weights = digest_of(*((adapter / file).read_bytes() for file in ADAPTER_FILES))
+    return {"of": str(source.resolve()), "weights": weights}
+
+
+def describe_base(saved: Mapping[str, Any]) -> str:
+    """Name, revision and quantisation of the base of a run."""
+    quantization = saved.get("base_quantization")
+    quantised = f", quantised ({digest_of(json.dumps(quantization).encode())})" if quantization else ""
+    return f"{saved['base_model']} at {saved['settings'].get('base_revision', 'main')}{quantised}"
+
+
+def describe_asking(run: Path, saved: Mapping[str, Any]) -> str:
+    """A digest of how a run's members are asked."""
+    settings = {name: saved["settings"].get(name) for name in ASKED_AS}
+    return digest_of(json.dumps([saved["prompt_style"], settings, read_chat_template(run)]).encode())
+
+
+def digest_of(*parts: bytes) -> str:
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
 
 def student_name(run: Path, member: str) -> str:
@@ -111,27 +150,21 @@ class Scores:
     Every contender's attempts, each in a file of its own.
 
     Raises:
-        ValueError: If a file is of another source (a directory), other tasks or another number of attempts. All are
-            read first: attempts take long.
+        ValueError: If a file is of another source, other weights, other tasks or another number of attempts, or was
+            asked in another way. All are read first: attempts take long.
     """
 
-    def __init__(self, sources: Mapping[str, str | Path], tasks: Sequence[Task], options: argparse.Namespace):
+    def __init__(self, contenders: Mapping[str, dict[str, str]], tasks: Sequence[Task], options: argparse.Namespace):
         self.tasks, self.options = tasks, options
-        self.asked = {
-            name: {
-                "of": str(source.resolve() if isinstance(source, Path) else source),
-                "attempts": options.attempts,
-                "tasks": digest(tasks),
-            }
-            for name, source in sources.items()
-        }
+        about = {"attempts": options.attempts, "tasks": digest(tasks)}
+        self.asked: dict[str, dict[str, Any]] = {name: each | about for name, each in contenders.items()}
         self.known: dict[str, list[list[Try]]] = {}
         for name, asked in self.asked.items():
             if (path := self.path(name)).exists():
                 kept = json.loads(path.read_text())
-                differs = [key for key in asked if kept["asked"][key] != asked[key]]
+                differs = [key for key in asked if kept["asked"].get(key) != asked[key]]
                 if differs:
-                    words = ", ".join(f"{key} {kept['asked'][key]}, here {asked[key]}" for key in differs)
+                    words = ", ".join(f"{key} {kept['asked'].get(key)}, here {asked[key]}" for key in differs)
                     raise ValueError(f"{path} answers another question ({words}); give another `--output`.")
                 self.known[name] = kept["tries"]
 
@@ -148,7 +181,7 @@ class Scores:
 
 
 def digest(tasks: Sequence[Task]) -> str:
-    return hashlib.sha256("".join(task.task_id for task in tasks).encode()).hexdigest()[:16]
+    return digest_of("".join(task.task_id for task in tasks).encode())
 
 
 def majority(tries: Sequence[Try]) -> float:
@@ -243,21 +276,26 @@ def main() -> None:
     copied: list[bool] = []
     students: dict[str, list[str]] = {}
     for run in map(Path, options.runs):
-        dtype = {"model_init_kwargs": {"dtype": "bfloat16"}, "bf16": True}
-        with assemble([str(run)], task_kinds=options.task_kinds, **dtype) as contest:
+        with assemble([str(run)], task_kinds=options.task_kinds, **AS_TRAINED) as contest:
             if BASE_NAME not in tries:
                 tries[BASE_NAME] = scores.of(contest, BASE_NAME, BASE_NAME)
                 copies = contest.referee.try_answers("copies", tasks)
                 if any(copies):  # none is tried in the compact style
                     copied = [any(right) for right in copies]
                     tries[COPYING] = [[(right, "copied", False)] for right in copied]
+            if options.start and START not in tries:
+                slot = contest.students[0]
+                own = read_member(contest.model, slot)
+                # A run that starts from the adapter folds its rank and alpha into the members' own.
+                revision = contest.args.model_init_kwargs["revision"]
+                shape = Shape.of(contest.model, read_population(run)["base_model"], revision)
+                write_adapter(contest.model, slot, options.start, shape)
+                tries[START] = scores.of(contest, slot, START)
+                write_member(contest.model, slot, own)
             for slot in contest.students:
                 name = student_name(run, contest.names[slot])
                 tries[name] = scores.of(contest, slot, name)
                 students.setdefault(student_name(run, "mean"), []).append(name)
-            if options.start and START not in tries:  # last, because it takes a student's place
-                write_member_file(contest.model, contest.students[0], options.start / ADAPTER_FILE)
-                tries[START] = scores.of(contest, contest.students[0], START)
     first = START if options.start else BASE_NAME
     before = tries.pop(first)
     found = {first: figures(before, None, tasks)}

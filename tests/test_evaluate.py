@@ -166,6 +166,13 @@ class TestPrograms:
         assert adapter.execute_code_in_sandbox(program + "sys.exit(1)", timeout=20)["status"] == "error"
 
 
+def test_members_are_asked_with_the_chat_template_of_their_run(tmp_path):
+    assert evaluate.base_flags(tmp_path, {"base_revision": "v1"}) == ["--revision", "v1"]
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    flags = evaluate.base_flags(tmp_path, {})
+    assert flags == ["--revision", "main", "--chat-template", str(tmp_path / "chat_template.jinja")]
+
+
 def test_scores_and_gains_have_intervals():
     """Worked out by hand: [1, 1, .5, 0] with two more of 0 and of 1; its differences to the base with -1 and 1."""
     student = 2.364624  # Student's, of eight values

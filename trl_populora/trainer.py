@@ -180,7 +180,8 @@ class PopuLoRATrainer(HubTrainer):
         self._choose_update(base)
 
         self.rollout_func, self.held_out, self.played = self._play, held_out, Played([], [])
-        self.shape = Shape.of(members, model if isinstance(model, str) else base.config.name_or_path)
+        name = model if isinstance(model, str) else base.config.name_or_path
+        self.shape = Shape.of(members, name, (args.model_init_kwargs or {}).get("revision"))
         self.staging = checkpoint.Staging(args, self.accelerator)
         self.directory = directory.RunDirectory(args, self.accelerator)
         referee = start.make_referee(args, kinds, base, tokenizer, held_out)
