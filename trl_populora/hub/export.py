@@ -83,8 +83,8 @@ def export_member(
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     if len(chosen) > 1:
-        adapters = [root / adapter for adapter in chosen]
-        mean, config = average([(load_file(each / WEIGHTS), LoraConfig.from_pretrained(each)) for each in adapters])
+        students_at = [root / adapter for adapter in chosen]
+        mean, config = average([(load_file(each / WEIGHTS), LoraConfig.from_pretrained(each)) for each in students_at])
         save_file(mean, unfinished / WEIGHTS, metadata={"format": "pt"})
         config.save_pretrained(unfinished)
     else:
