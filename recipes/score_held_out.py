@@ -12,6 +12,7 @@ asked the same again. The table, also in `<output>/table.md`:
     over it    what that is above the adapter that the students started from (without `--start` above the base), paired
                by task: mean and 95 % interval
     uncopied   the same over the tasks that giving back the given block does not solve
+    over runs  of several runs: mean and 95 % interval of what their means are above it
     any, all   share of the tasks that one attempt or every attempt got right; the others are mixed
     majority   share of the tasks that the most frequent answer gets right; a tie counts in parts
     readable   share of the attempts that hold an answer; the others are cut off, or break the format
@@ -22,7 +23,7 @@ Kinds of your own are code, which a run's files may not choose: name them, `--ta
 `copying` is what giving back the given block reaches: a student that is no better may have learned just that, and one
 whose gain is gone in `uncopied` has. In the compact style there are neither. A run of several students has a row for
 their mean, and several runs have one for all. The intervals are over tasks; whether self-play helps is told by several
-seeds. The last line is one JSON object.
+seeds: `over runs`. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ from trl_populora.tasks import Task, choose_kinds, load_seed_tasks, resolve_kind
 from trl_populora.tasks.python.reading import has_thinking
 
 
-START, COPYING = "start", "copying"
+START, COPYING, OVER_RUNS = "start", "copying", "over runs"
+SIGNED = ("over it", "uncopied", OVER_RUNS)
 ADAPTER_FILES = "adapter_config.json", "adapter_model.safetensors"
 AS_TRAINED = {"model_init_kwargs": {"dtype": "bfloat16"}, "bf16": True}
 # Settings of a run that decide what a contender is asked and how it answers.
@@ -242,11 +244,17 @@ def mean_figures(
     return {column: figure for column, figure in found.items() if column not in ("any", "all", "majority")}
 
 
+def gain_over_runs(runs: Sequence[Sequence[Sequence[Sequence[Try]]]], start: Sequence[Sequence[Try]]) -> list[float]:
+    """What the mean student of each run has above the start: the mean over runs, and half of its interval."""
+    return list(measure_mean([fmean(fmean(rates(tries)) for tries in run) - fmean(rates(start)) for run in runs]))
+
+
 def table(found: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     """A row for each contender; what one starts from has nothing to be above."""
-    columns = max(found.values(), key=len)
+    longest = max(found.values(), key=len)
+    columns = [*longest, *({OVER_RUNS} - longest.keys() if any(OVER_RUNS in each for each in found.values()) else ())]
     return [["", *columns]] + [
-        [name, *(cell(figure.get(column), signed=column in ("over it", "uncopied")) for column in columns)]
+        [name, *(cell(figure.get(column), signed=column in SIGNED) for column in columns)]
         for name, figure in found.items()
     ]
 
@@ -304,6 +312,8 @@ def main() -> None:
     for name, names in (students | means).items():
         if len(names) > 1:
             found[name] = mean_figures([tries[each] for each in names], before, tasks, copied)
+    if means:
+        found["mean"][OVER_RUNS] = gain_over_runs([[tries[each] for each in own] for own in students.values()], before)
     text = markdown(table(found)) + "\n"
     (options.output / "table.md").write_text(text)
     print(text)

@@ -183,6 +183,16 @@ class TestSavedPopulations:
             name == "other" for name in (*order, order[0])
         ]
 
+    def test_a_base_without_a_chat_template_is_asked_with_the_runs(self, runs, random_base, tmp_path):
+        shutil.copytree(random_base, tmp_path / "base", ignore=shutil.ignore_patterns("chat_template*"))
+        shutil.copytree(runs / "pair", tmp_path / "pair")
+        path = tmp_path / "pair" / "population.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model": str(tmp_path / "base")}))
+        assert AutoTokenizer.from_pretrained(tmp_path / "base").chat_template is None
+        with assemble([str(tmp_path / "pair")], task_kinds=KINDS) as contest:
+            (said,) = contest.player.generate([[{"role": "user", "content": "solve abc"}]], ["base"])
+        assert said.prompt_ids
+
     def test_a_player_without_a_trainer_samples_with_the_settings_of_trls(self, random_base, tmp_path):
         options = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.01, "repetition_penalty": 1.1}
         options |= {"generation_kwargs": {"stop_token_ids": [65], "no_repeat_ngram_size": 7}}

@@ -106,6 +106,21 @@ def test_a_finished_run_is_scored_once(finished, seed_tasks, tmp_path, monkeypat
     assert run()["base"]["right"][0] == 1.0, "what is known is read, not asked again"
 
 
+def test_the_gain_of_several_runs_has_an_interval_over_runs(seed_tasks):
+    """Two runs of two students and one: .75 and .5 right, .25 before."""
+    start, half, whole = [[RIGHT, WRONG], [WRONG, WRONG]], [[RIGHT, WRONG]] * 2, [[RIGHT, RIGHT]] * 2
+    mean, margin = score_held_out.gain_over_runs([[half, whole], [half]], start)
+    assert mean == pytest.approx(0.375)
+    assert margin == pytest.approx(12.7062 * 0.125, rel=1e-4), "two runs: 12.7 standard errors"
+    found = {
+        "start": score_held_out.figures(start, None, seed_tasks[:2]),
+        "run": score_held_out.figures(half, start, seed_tasks[:2]),
+        "mean": score_held_out.mean_figures([half, whole, half], start, seed_tasks[:2]) | {"over runs": [mean, 0.1]},
+    }
+    head, *rows = score_held_out.table(found)
+    assert [row[head.index("over runs")] for row in rows] == ["", "", "+0.375 [+0.275, +0.475]"]
+
+
 @pytest.fixture
 def one_task(seed_tasks, tmp_path):
     path = tmp_path / "tasks.jsonl"

@@ -261,9 +261,8 @@ def assemble(
     # among all members of its role.
     set_seed(args.seed)
     base = start.load_base(saved[0]["base_model"], args)
-    tokenizer = start.load_tokenizer(base, None, args)
+    tokenizer = start.load_tokenizer(base, None, args, read_chat_template(roots[0]))
     templates = [read_chat_template(root) or tokenizer.chat_template for root in roots]
-    tokenizer.chat_template = templates[0]
     entries = {
         role: [(i, m) for i, theirs in enumerate(saved) for m in theirs["members"] if m["role"] == role]
         for role in ("teacher", "student")
