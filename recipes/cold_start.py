@@ -6,7 +6,8 @@
 Takes the settings of the run itself, so that prompts, kinds, tasks, limits and the adapter's shape are the run's, and
 leaves an ordinary LoRA adapter where the run's `warm_start` looks for it: all members start from it. TRL's
 `SFTTrainer` trains it on documents that `cold_documents.py` writes, on the assistant's last turn alone. A 135M takes
-20 minutes on two CPU cores; `--resume` goes on after an interruption. `--help` lists the options.
+20 minutes on two CPU cores; on a GPU the documents of a step go through the model together. `--resume` goes on after
+an interruption. `--help` lists the options.
 
 What it leaves out: measuring what came of it. A run's first steps do, or its held-out tasks with `eval_on_start`.
 """
@@ -124,6 +125,15 @@ def write_documents(
     return documents
 
 
+def choose_together(documents: int, args: PopuLoRAConfig) -> int:
+    """
+    How many of the documents of a step go through the model together: on a GPU as many as the run's update takes rows,
+    whose tokens fit there, and as divide the documents. On a CPU one, because padding costs more than it saves.
+    """
+    most = 1 if args.device.type == "cpu" else args.per_device_train_batch_size
+    return max(number for number in range(1, documents + 1) if documents % number == 0 and number <= most)
+
+
 def make_trainer(
     documents: list[Document],
     recipe: ColdStartArguments,
@@ -133,6 +143,8 @@ def make_trainer(
     tokenizer: PreTrainedTokenizerBase,
 ) -> SFTTrainer:
     """What trains an adapter of the members' shape on the documents."""
+    own = max(1, recipe.documents_per_step // args.world_size)
+    together = choose_together(own, args)
     given = {"chat_template_kwargs": args.chat_template_kwargs} if args.chat_template_kwargs else {}
     rows = [
         {"prompt": each.prompt, "completion": [{"role": "assistant", "content": each.answer}], **given}
@@ -140,8 +152,8 @@ def make_trainer(
     ]
     settings = SFTConfig(
         args.warm_start,
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=max(1, recipe.documents_per_step // args.world_size),
+        per_device_train_batch_size=together,
+        gradient_accumulation_steps=own // together,
         num_train_epochs=1,
         learning_rate=recipe.cold_start_rate,
         lr_scheduler_type="linear",

@@ -31,7 +31,7 @@ import time
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import requests
@@ -41,12 +41,13 @@ from evalscope.benchmarks.live_code_bench.testing_util import import_string
 from peft import LoraConfig
 
 from trl_populora.assets import resolve_model_path
+from trl_populora.evaluate.intervals import measure_mean
 from trl_populora.files import write_json
 from trl_populora.generate.player import STOPS, TEXT_STOPS
 from trl_populora.hub.card import VLLM_RANKS
 from trl_populora.hub.download import fetch
 from trl_populora.lora.convert import find_largest_rank, fold_patterns
-from trl_populora.run.read import read_population
+from trl_populora.run.read import CHAT_TEMPLATE, read_chat_template, read_population
 from trl_populora.run.saved_population import check_one_moment
 from trl_populora.sandbox import Job, Limits, Sandbox
 from trl_populora.sandbox.values import decode, encode
@@ -108,6 +109,12 @@ def find_adapter(source: str) -> Path:
         return root
     best = read_population(root)["best_student"]
     return find_members(root, [best])[best]
+
+
+def base_flags(root: Path, settings: dict[str, Any]) -> list[str]:
+    """vLLM's flags for the base as a run had it: its revision, and the chat template that the run has saved."""
+    template = ["--chat-template", str(root / CHAT_TEMPLATE)] if read_chat_template(root) else []
+    return ["--revision", settings.get("base_revision", "main"), *template]
 
 
 @contextlib.contextmanager
@@ -213,7 +220,7 @@ def ask(benchmark: Benchmark, contender: str, folder: Path, url: str, limit: int
 def interval(values: list[float], lowest: float) -> tuple[float, float]:
     """Mean and half of the 95 % interval, in percent."""
     padded = [*values, lowest, lowest, 1.0, 1.0]  # as Agresti and Coull have it, for where all questions say the same
-    return 100 * fmean(values), 196 * stdev(padded) / len(padded) ** 0.5
+    return 100 * fmean(values), 100 * measure_mean(padded)[1]
 
 
 def add_figures(found: dict[str, Any], name: str, answers: dict[str, list[float]], members: list[str]) -> list[str]:
@@ -261,13 +268,13 @@ def main(arguments: list[str] | None = None) -> None:
     found: dict[str, Any] = {"run": given.run, "step": saved["step"], "options": shlex.join(words)}
     found |= {"base_model": saved["base_model"], "date": time.strftime("%Y-%m-%d", time.gmtime())}
     found |= {key: {} for key in ("benchmarks", "questions", "scores", "margins", "over")}
-    # Members are asked as they were trained: with their run's stops and options of the chat template.
+    # Members are asked as they were trained: with their run's stops, chat template and options of the template.
     body = {"chat_template_kwargs": settings.get("chat_template_kwargs") or {}}
     for name, value in (settings.get("generation_kwargs") or {}).items():
         if name in STOPS and value is not None:
             body["stop" if name in TEXT_STOPS else "stop_token_ids"] = [value] if isinstance(value, int) else value
     how = {"extra_body": body, "max_tokens": given.max_tokens}
-    flags = ["--revision", settings.get("base_revision", "main"), *shlex.split(given.server_args)]
+    flags = [*base_flags(root, settings), *shlex.split(given.server_args)]
     server = serve(resolve_model_path(saved["base_model"]), adapters | compared, flags, folder / "server.log")
     failed, table = [], [" | ".join(["percent", *members, "mean", *contenders[len(members) :]])]
     table.append(" | ".join(["---", *["---:"] * (len(contenders) + 1)]))

@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -21,6 +20,7 @@ from arms_race_runs import BLOCK, KINDS, MEASURES, Run, mean
 from score_held_out import markdown
 
 from trl_populora.evaluate.cross_play import Payoff
+from trl_populora.evaluate.intervals import measure_mean
 from trl_populora.lora.layers import BASE_NAME
 
 
@@ -150,8 +150,8 @@ def verdict(numbers: Sequence[float]) -> str:
     """`reproduces`, `does not`, or `cannot be told`, where the interval holds zero or seeds are few."""
     if len(numbers) < ENOUGH_SEEDS:
         return "cannot be told: too few seeds"
-    _, low, high = bootstrap(numbers)
-    return "reproduces" if low > 0 else "does not: the opposite" if high < 0 else "cannot be told"
+    mean, half = measure_mean(numbers)
+    return "cannot be told" if abs(mean) <= half else "reproduces" if mean > 0 else "does not: the opposite"
 
 
 def differences(
@@ -166,24 +166,12 @@ def differences(
     return [number for number in numbers if not math.isnan(number)]
 
 
-def bootstrap(numbers: Sequence[float]) -> tuple[float, float, float]:
-    """
-    Mean, lower and upper end of the exact 95 % bootstrap interval of few numbers: all resamples are counted.
-
-    Args:
-        numbers (`Sequence[float]`): One per seed, at most 7.
-    """
-    means = sorted(fmean(drawn) for drawn in product(numbers, repeat=len(numbers)))
-    beyond = int(0.025 * len(means))
-    return fmean(numbers), means[beyond], means[-1 - beyond]
-
-
 def interval(numbers: Sequence[float]) -> str:
-    """`+0.05 [+0.01, +0.08]`."""
+    """`+0.05 [+0.01, +0.08]`, a t interval over seeds."""
     if len(numbers) < 2:
         return f"{numbers[0]:+.3f}" if numbers else "-"
-    mean, low, high = bootstrap(numbers)
-    return f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]"
+    mean, half = measure_mean(numbers)
+    return f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}]"
 
 
 def paired_table(

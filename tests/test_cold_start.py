@@ -8,6 +8,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from trl_populora.evaluate.held_out import HeldOut
 from trl_populora.lora.members import adds_nothing, read_member
 from trl_populora.sandbox import Sandbox
 from trl_populora.start import make_kinds
+from trl_populora.step.microbatch import score_labels_alone
 from trl_populora.step.referee import Referee
 from trl_populora.tasks import TaskArchive
 from trl_populora.tasks.dataset import load_built_in_tasks
@@ -192,6 +194,49 @@ def test_the_assistants_last_turn_alone_is_learned(qwen, tmp_path):
     answer = document.rpartition("assistant\n")[2]
     assert learned.strip() == answer.strip()
     assert learned.rstrip().endswith(tokenizer.eos_token), "where to stop is learned"
+
+
+@pytest.mark.parametrize(
+    ("device", "rows", "together"), [("cpu", 32, 1), ("cuda", 32, 8), ("cuda", 6, 4), ("cuda", 1, 1)]
+)
+def test_on_a_gpu_as_many_documents_go_together_as_rows_of_the_run_fit(device, rows, together):
+    args = SimpleNamespace(device=torch.device(device), per_device_train_batch_size=rows)
+    assert cold_start.choose_together(8, args) == together
+
+
+class Watch(TrainerCallback):
+    """Keeps the gradient of each step, and what was logged."""
+
+    def __init__(self):
+        self.gradients, self.logs = [], []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad})
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.logs.append({key: logs[key] for key in ("loss", "grad_norm") if key in logs})
+
+
+def test_documents_that_go_together_give_the_same_loss_gradient_and_adapter(tmp_path, monkeypatch):
+    watched = []
+    for together in (1, 2, 8):
+        monkeypatch.setattr(cold_start, "choose_together", lambda documents, args, together=together: together)
+        words = arguments_of(tmp_path / str(together), documents_per_step=8)
+        trainer = cold_start.prepare(*cold_start.parse(words))
+        assert trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps == 8
+        trainer.args.logging_steps = 1
+        trainer.add_callback(watch := Watch())
+        with score_labels_alone():
+            trainer.train()
+        trained = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+        watched.append((watch, trained))
+    (alone, weights), *others = watched
+    assert len(alone.gradients) == 2
+    for together, theirs in others:
+        torch.testing.assert_close(together.gradients[0], alone.gradients[0], rtol=1e-3, atol=1e-6)
+        for mine, yours in zip(alone.logs, together.logs, strict=True):
+            assert yours == pytest.approx(mine, rel=1e-3)
+        torch.testing.assert_close(theirs, weights, rtol=1e-2, atol=1e-4)
 
 
 class Interrupt(TrainerCallback):

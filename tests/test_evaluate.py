@@ -166,19 +166,27 @@ class TestPrograms:
         assert adapter.execute_code_in_sandbox(program + "sys.exit(1)", timeout=20)["status"] == "error"
 
 
+def test_members_are_asked_with_the_chat_template_of_their_run(tmp_path):
+    assert evaluate.base_flags(tmp_path, {"base_revision": "v1"}) == ["--revision", "v1"]
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    flags = evaluate.base_flags(tmp_path, {})
+    assert flags == ["--revision", "main", "--chat-template", str(tmp_path / "chat_template.jinja")]
+
+
 def test_scores_and_gains_have_intervals():
     """Worked out by hand: [1, 1, .5, 0] with two more of 0 and of 1; its differences to the base with -1 and 1."""
+    student = 2.364624  # Student's, of eight values
     found: dict = {key: {} for key in ("questions", "scores", "margins", "over")}
     answers = {"student_0": [1, 1, 0.5, 0], "student_1": [0, 0, 0, 0], "base": [1, 0, 0, 0], "single": [1, 1, 1, 1]}
     rows = evaluate.add_figures(found, "humaneval", answers, ["student_0", "student_1"])
     scores, margins, over = (found[key]["humaneval"] for key in ("scores", "margins", "over"))
     assert list(scores.items())[:3] == [("student_0", 62.5), ("student_1", 0.0), ("mean", 31.25)]
-    assert margins["student_0"] == pytest.approx(1.96 * 100 * 0.495516 / 8**0.5, rel=1e-4)
+    assert margins["student_0"] == pytest.approx(student * 100 * 0.495516 / 8**0.5, rel=1e-4)
     assert margins["student_1"] > 0, "even where no question was solved"
-    assert over["base"]["student_0"] == pytest.approx((37.5, 1.96 * 100 * 0.842615 / 8**0.5), rel=1e-3)
+    assert over["base"]["student_0"] == pytest.approx((37.5, student * 100 * 0.842615 / 8**0.5), rel=1e-3)
     assert over["base"]["mean"][0] == pytest.approx(6.25)
     assert over["single"]["student_0"][0] == pytest.approx(-37.5)
     assert "base" not in over["base"]
-    assert rows[0].startswith("HumanEval | 62.5 ± 34.3 | 0.0 ± ")
-    assert rows[1].startswith("above base | +37.5 ± 58.4 | -25.0 ± ")
+    assert rows[0].startswith("HumanEval | 62.5 ± 41.4 | 0.0 ± ")
+    assert rows[1].startswith("above base | +37.5 ± 70.4 | -25.0 ± ")
     assert [row.partition(" | ")[0] for row in rows] == ["HumanEval", "above base", "above single"]

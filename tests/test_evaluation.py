@@ -12,6 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 from trl import GRPOConfig
 
 from tests.games import PROPOSALS, Ranks, make_game, proposal, solve_by_plan
@@ -165,6 +166,32 @@ class TestSavedPopulations:
             assert {name: getattr(args, name) for name in sampling} == defaults | kept
             assert args.model_init_kwargs["revision"] == ("v1" if kept is sampling else "main")
             assert (config.temperature, 65 in config.eos_token_id) == (0.7, kept is sampling)
+
+    @pytest.mark.parametrize("order", [["pair", "other"], ["other", "pair"]])
+    def test_members_are_asked_with_the_chat_template_of_their_own_run(self, runs, tmp_path, order):
+        """The base is asked with that of the first run."""
+        shutil.copytree(runs / "pair", tmp_path / "other")
+        path = tmp_path / "other" / "chat_template.jinja"
+        path.write_text("{{ 'other' }}" + path.read_text())
+        places = [str(tmp_path / name if name == "other" else runs / name) for name in order]
+        with assemble(places, task_kinds=KINDS) as contest:
+            members = [contest.students[0], contest.students[-1], "base"]
+            prompt = [{"role": "user", "content": "solve abc"}]
+            said = contest.player.generate([prompt] * 3, members)
+            decode = AutoTokenizer.from_pretrained(runs / "pair").decode
+        assert [decode(each.prompt_ids).startswith("other") for each in said] == [
+            name == "other" for name in (*order, order[0])
+        ]
+
+    def test_a_base_without_a_chat_template_is_asked_with_the_runs(self, runs, random_base, tmp_path):
+        shutil.copytree(random_base, tmp_path / "base", ignore=shutil.ignore_patterns("chat_template*"))
+        shutil.copytree(runs / "pair", tmp_path / "pair")
+        path = tmp_path / "pair" / "population.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model": str(tmp_path / "base")}))
+        assert AutoTokenizer.from_pretrained(tmp_path / "base").chat_template is None
+        with assemble([str(tmp_path / "pair")], task_kinds=KINDS) as contest:
+            (said,) = contest.player.generate([[{"role": "user", "content": "solve abc"}]], ["base"])
+        assert said.prompt_ids
 
     def test_a_player_without_a_trainer_samples_with_the_settings_of_trls(self, random_base, tmp_path):
         options = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.01, "repetition_penalty": 1.1}

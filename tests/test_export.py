@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from peft import PeftModel
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tests.small_run import small_trainer
@@ -67,15 +71,44 @@ def test_an_exported_member_says_what_it_says_in_the_run(run, random_base, tmp_p
     assert expected != answers(AutoModelForCausalLM.from_pretrained(random_base).eval(), tokenizer)
 
 
+def change_students(root: Path, options: dict) -> None:
+    """Gives the saved students other LoRA options, and with `rank_pattern` fewer rows and columns."""
+    for student in ("student_0", "student_1"):
+        adapter = root / "members" / student
+        config = json.loads((adapter / "adapter_config.json").read_text())
+        (adapter / "adapter_config.json").write_text(json.dumps(config | options))
+        with safe_open(adapter / "adapter_model.safetensors", "pt") as file:
+            factors, metadata = {key: file.get_tensor(key) for key in file.keys()}, file.metadata()  # noqa: SIM118
+        for module, rank in options.get("rank_pattern", {}).items():
+            for key in [key for key in factors if f".{module}.lora_" in key]:
+                factors[key] = (factors[key][:rank] if ".lora_A." in key else factors[key][:, :rank]).contiguous()
+        save_file(factors, adapter / "adapter_model.safetensors", metadata)
+
+
+LORA = {
+    "plain": {},
+    "rslora": {"use_rslora": True},
+    "patterns": {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"down_proj": 32}},
+}
+
+
+@pytest.mark.parametrize("students", [1, 2])
+@pytest.mark.parametrize("options", LORA.values(), ids=LORA)
 @pytest.mark.parametrize("merge", [False, True], ids=["adapter", "merged"])
-def test_the_mean_of_the_students_is_the_mean_of_their_updates(run, random_base, tmp_path, merge):
-    out = tmp_path / "out"
-    cli.main(["export", run.args.output_dir, "--out", str(out), "--merge_students", *(["--merge"] if merge else [])])
+def test_the_mean_of_the_students_is_the_mean_of_their_updates(run, random_base, tmp_path, merge, options, students):
+    out, root = tmp_path / "out", tmp_path / "run"
+    shutil.copytree(run.args.output_dir, root)
+    change_students(root, options)
+    if students == 1:
+        saved = json.loads((root / "population.json").read_text())
+        saved["members"] = [member for member in saved["members"] if member["name"] != "student_1"]
+        (root / "population.json").write_text(json.dumps(saved))
+    cli.main(["export", str(root), "--out", str(out), "--merge_students", *(["--merge"] if merge else [])])
     base = AutoModelForCausalLM.from_pretrained(random_base)
     before = {name: weight.detach().clone() for name, weight in base.named_parameters()}
     updates = []
-    for student in ("student_0", "student_1"):
-        adapter = Path(run.args.output_dir, "members", student)
+    for student in ("student_0", "student_1")[:students]:
+        adapter = root / "members" / student
         one = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(random_base), adapter).merge_and_unload()
         updates.append({name: weight.detach() - before[name] for name, weight in one.named_parameters()})
     stock = AutoModelForCausalLM.from_pretrained(out if merge else random_base)
@@ -83,11 +116,13 @@ def test_the_mean_of_the_students_is_the_mean_of_their_updates(run, random_base,
         stock = PeftModel.from_pretrained(stock, out).merge_and_unload()
     moved = 0
     for name, weight in stock.named_parameters():
-        mean = (updates[0][name] + updates[1][name]) / 2
+        mean = sum(update[name] for update in updates) / students
         torch.testing.assert_close(weight.detach(), before[name] + mean, atol=1e-5, rtol=1e-4)
         moved += bool(mean.abs().max() > 1e-3)
     assert moved > 3
     assert AutoTokenizer.from_pretrained(out)
+    assert not list(out.glob("*/")), "everything lies in the directory itself"
+    assert (out / "adapter_config.json").exists() != merge
 
 
 def test_the_best_student_is_exported_when_none_is_named(run, tmp_path):

@@ -126,6 +126,21 @@ class TestWhileTraining:
         saved = json.loads((tmp_path / "population.json").read_text())
         assert (saved["held_out_step"], saved["best_student_by"] != "rating") == (1, True)
 
+    def test_rates_of_an_earlier_training_are_not_told_as_those_of_the_next(self, base, tmp_path):
+        """Both end after one step, and the second is not measured."""
+        settings = EVALUATED | {"eval_strategy": "no", "eval_on_start": False, "max_steps": 1, "learning_rate": 1e-2}
+        trainer = make_trainer(base, str(tmp_path), settings)
+        trainer.train()
+        trainer.evaluate()
+        told = trainer.describe()
+        assert (told["held_out_step"], told["best_student_by"]) == (1, "held-out solve rate")
+        trainer.train()
+        trainer.save_model()
+        saved = json.loads((tmp_path / "population.json").read_text())
+        assert (saved["step"], saved["held_out_step"], saved["best_student_by"]) == (1, None, "rating")
+        assert {member["held_out"] for member in saved["members"]} == {None}
+        assert saved["held_out_base"] == told["held_out_base"], "the base is as it was"
+
     def test_reaches_log_files_bar_and_card_and_names_the_best_student(self, base, tmp_path, capsys):
         trainer = make_trainer(base, str(tmp_path), EVALUATED | {"max_steps": 4})
         trainer.train()

@@ -5,11 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from tests.populora_run import SETTINGS
 from tests.recipe_runs import RECIPES
+from trl_populora.evaluate.cross_play import assemble
+from trl_populora.lora.members import read_member
+from trl_populora.run.read import read_population
 from trl_populora.tasks import load_seed_tasks
 
 
@@ -18,6 +26,7 @@ sys.path.insert(0, str(RECIPES))
 import score_held_out  # noqa: E402
 
 
+WEIGHTS = "adapter_model.safetensors"
 RIGHT, WRONG, OTHER, UNREADABLE = (True, "1", True), (False, "2", True), (False, "3", False), (False, "", False)
 
 
@@ -97,12 +106,107 @@ def test_a_finished_run_is_scored_once(finished, seed_tasks, tmp_path, monkeypat
     assert run()["base"]["right"][0] == 1.0, "what is known is read, not asked again"
 
 
+def test_the_gain_of_several_runs_has_an_interval_over_runs(seed_tasks):
+    """Two runs of two students and one: .75 and .5 right, .25 before."""
+    start, half, whole = [[RIGHT, WRONG], [WRONG, WRONG]], [[RIGHT, WRONG]] * 2, [[RIGHT, RIGHT]] * 2
+    mean, margin = score_held_out.gain_over_runs([[half, whole], [half]], start)
+    assert mean == pytest.approx(0.375)
+    assert margin == pytest.approx(12.7062 * 0.125, rel=1e-4), "two runs: 12.7 standard errors"
+    found = {
+        "start": score_held_out.figures(start, None, seed_tasks[:2]),
+        "run": score_held_out.figures(half, start, seed_tasks[:2]),
+        "mean": score_held_out.mean_figures([half, whole, half], start, seed_tasks[:2]) | {"over runs": [mean, 0.1]},
+    }
+    head, *rows = score_held_out.table(found)
+    assert [row[head.index("over runs")] for row in rows] == ["", "", "+0.375 [+0.275, +0.475]"]
+
+
+@pytest.fixture
+def one_task(seed_tasks, tmp_path):
+    path = tmp_path / "tasks.jsonl"
+    path.write_text(json.dumps(next(task.to_record() for task in seed_tasks if task.kind == "code_o")) + "\n")
+    return path
+
+
+def score(monkeypatch, *words: object) -> None:
+    further = ["--attempts", "1", "--task_kinds", *SETTINGS["task_kinds"]]
+    monkeypatch.setattr(sys, "argv", ["score_held_out.py", *map(str, words), *further])
+    score_held_out.main()
+
+
+def change_settings(run: Path, **settings: object) -> None:
+    saved = json.loads((run / "population.json").read_text())
+    saved["settings"] |= settings
+    (run / "population.json").write_text(json.dumps(saved))
+
+
+def test_attempts_are_asked_again_of_other_weights_another_base_and_in_another_way(
+    finished, one_task, tmp_path, monkeypatch
+):
+    run, output = tmp_path / "run", tmp_path / "scores"
+    shutil.copytree(finished, run)
+    words = run, "--tasks", one_task, "--output", output
+    score(monkeypatch, *words)
+    written = {path.name: path.read_bytes() for path in output.iterdir()}
+    members = run / "members"
+    shutil.copyfile(members / "student_1" / WEIGHTS, members / "student_0" / WEIGHTS)
+    with pytest.raises(ValueError, match=r"run-student_0.json answers another question \(weights \w+, here \w+\)"):
+        score(monkeypatch, *words)
+    change_settings(run, base_revision="v1", max_completion_length=7)
+    with pytest.raises(ValueError, match=r"base.json .* \(base .* at main, here .* at v1, asked_as \w+, here \w+\)"):
+        score(monkeypatch, *words)
+    assert {path.name: path.read_bytes() for path in output.iterdir()} == written
+
+
+def test_runs_on_two_bases_are_not_compared(finished, one_task, tmp_path, monkeypatch):
+    other = tmp_path / "other"
+    shutil.copytree(finished, other)
+    change_settings(other, base_revision="v1")
+    with pytest.raises(ValueError, match=r"other is on another base \(.* at v1\) than"):
+        score(monkeypatch, finished, other, "--tasks", one_task, "--output", tmp_path / "scores")
+
+
+def test_what_members_started_from_is_scored_as_a_run_starts_from_it(finished, one_task, tmp_path, monkeypatch):
+    """An adapter of half the rank and four times the scaling."""
+    start, products = tmp_path / "start", {}
+    config = LoraConfig(r=2, lora_alpha=16, target_modules=["q_proj"], init_lora_weights=False)
+    base = AutoModelForCausalLM.from_pretrained(read_population(finished)["base_model"])
+    get_peft_model(base, config).save_pretrained(start)
+    try_tasks = score_held_out.try_tasks
+
+    def look(contest, member, name, *others):
+        products[name] = add_up(read_member(contest.model, member), 8 / 4) if member != "base" else None
+        return try_tasks(contest, member, name, *others)
+
+    def add_up(factors: dict[str, torch.Tensor], scaling: float) -> torch.Tensor:
+        key = min(key for key in factors if "q_proj.lora_B" in key)
+        return scaling * factors[key] @ factors[key.replace("lora_B", "lora_A")]
+
+    monkeypatch.setattr(score_held_out, "try_tasks", look)
+    score(monkeypatch, finished, "--tasks", one_task, "--start", start, "--output", tmp_path / "scores")
+    close = {"atol": 0.02, "rtol": 0.02}  # members are asked in bfloat16
+    torch.testing.assert_close(products["start"], add_up(load_file(start / WEIGHTS), 16 / 2), **close)
+    own = load_file(finished / "members" / "student_0" / WEIGHTS)
+    torch.testing.assert_close(products["run student_0"], add_up(own, 8 / 4), **close)
+    assert products["start"].abs().max() > 0.1
+
+
+def test_the_base_is_loaded_as_the_run_loaded_it(finished, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    change_settings(run, base_revision="v1")
+    with assemble([str(run)], task_kinds=SETTINGS["task_kinds"], **score_held_out.AS_TRAINED) as contest:
+        kwargs = contest.args.model_init_kwargs
+    assert (kwargs["revision"], kwargs["dtype"]) == ("v1", "bfloat16")
+    assert "quantization_config" in kwargs
+
+
 @pytest.mark.parametrize(
     ("spoilt", "message"),
     [
-        ("attempts", r"base.json answers another question \(attempts 2, here 1\)"),
-        ("start", r"start.json answers another question \(of .*student_1, here .*student_0\)"),
-        ("no start", "holds no adapter_model.safetensors; `--start`"),
+        ("attempts", r"base.json answers another question \(.*attempts 2, here 1\)"),
+        ("start", r"start.json answers another question \(of .*student_1, here .*student_0"),
+        ("no start", "holds no adapter_config.json; `--start`"),
         ("kind", "has tasks of code_i; .* plays letters, code_o"),
         ("name", "Two runs have a run student_0"),
         ("cut off", "was not saved to its end"),

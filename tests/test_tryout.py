@@ -101,7 +101,14 @@ def test_failures_are_shown_with_their_reason_and_command_no_terminal():
     assert "--- teacher, code_o, format (2 times): no block" in lines
     assert "--- student, code_o, wrong (3 times)" in lines
     assert "\x1b" not in "".join(lines)
-    assert any("67 % [21, 94]" in line or " 33 % [6, 79]" in line for line in lines), "Wilson's interval"
+
+
+def test_attempts_at_one_task_count_as_one():
+    found = tryout({("teacher", TURNS): [GOOD, GOOD, NOTHING], ("student", TURNS): [GOOD] * 4 + [READ] * 4})
+    (row,) = (line for line in show(found, TryArguments("a/base")) if line.startswith("turns"))
+    assert row.count("67 % [21, 94]") == 2, "three proposals"
+    assert "100 % [34, 100]" in row, "two tasks"
+    assert row.endswith("50 % [9, 91]")
 
 
 def test_a_cut_completion_is_none_that_a_length_follows_from():

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from huggingface_hub import HfApi
 from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from tests.adapter_models import make_base, make_config, make_rows, token_logps
 from tests.small_run import small_trainer
@@ -15,7 +19,8 @@ from trl_populora.hub.warm_start import warm_start
 from trl_populora.lora.layers import Router, add_members, routed_layers
 from trl_populora.lora.members import adds_nothing, read_member
 from trl_populora.population.members import Population
-from trl_populora.run.saved_population import Shape
+from trl_populora.run.read import read_population
+from trl_populora.run.saved_population import Shape, read_lora
 
 
 def members():
@@ -110,6 +115,31 @@ def test_a_run_starts_from_an_adapter_that_its_settings_name(random_base, seed_t
     )
     trainer.close()
     assert [adds_nothing(trainer.model, name) for name in trainer.population.adapters] == [False, False, True, True]
+
+
+@pytest.mark.parametrize(("revision", "told"), [("v1", 0), ("v2", 1), (None, 1)])
+@pytest.mark.parametrize("source", ["adapter", "population"])
+def test_another_revision_of_the_base_is_told(finished, tmp_path, caplog, source, revision, told):
+    saved = read_population(finished)
+    if source == "adapter":
+        model, _, population, shape = members()
+        path = Path(adapter(tmp_path / "sft", target_modules=["q_proj"]))
+        config = json.loads((path / "adapter_config.json").read_text())
+        (path / "adapter_config.json").write_text(json.dumps(config | {"revision": "v1"}))
+        shape = replace(shape, revision=revision or "main")
+    else:
+        path = tmp_path / "run"
+        shutil.copytree(finished, path)
+        saved["settings"]["base_revision"] = "v1"
+        (path / "population.json").write_text(json.dumps(saved | {"base_model": "me/base"}))
+        population, router = Population(2, 2), Router()
+        base = AutoModelForCausalLM.from_pretrained(saved["base_model"])
+        model = add_members(base, population.adapters, read_lora(saved), router, seed=3)
+        shape = Shape.of(model, "me/base", revision)
+    warm_start(str(path), model, population, shape)
+    lines = [line for line in caplog.messages if "was trained on revision 'v1'" in line]
+    assert len(set(lines)) == told
+    assert all(f"here the base has revision {revision or 'main'!r}" in line for line in lines)
 
 
 @pytest.mark.parametrize(

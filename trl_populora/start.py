@@ -398,10 +398,19 @@ def check_quantised(args: PopuLoRAConfig) -> None:
 
 
 def load_tokenizer(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, args: PopuLoRAConfig
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    args: PopuLoRAConfig,
+    template: str | None = None,
 ) -> PreTrainedTokenizerBase:
     """
     Loads the base's tokenizer, unless one is given.
+
+    Args:
+        model: The base.
+        tokenizer: The tokenizer to check in place of the base's.
+        args: Settings of the run.
+        template: A chat template in place of the base's.
 
     Raises:
         `ValueError`: If the tokenizer has no chat template: prompts are conversations.
@@ -415,6 +424,8 @@ def load_tokenizer(
             padding_side="left",
             truncation_side="left",
         )
+    if template is not None:
+        tokenizer.chat_template = template
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             f"The tokenizer for {name!r} has no chat template, and tasks are posed as conversations in every "

@@ -187,7 +187,8 @@ class PopuLoRATrainer(HubTrainer):
         self._choose_update(base)
 
         self.rollout_func, self.held_out, self.played = self._play, held_out, Played([], [])
-        self.shape = Shape.of(members, model if isinstance(model, str) else base.config.name_or_path)
+        name = model if isinstance(model, str) else base.config.name_or_path
+        self.shape = Shape.of(members, name, (args.model_init_kwargs or {}).get("revision"))
         self.staging = checkpoint.Staging(args, self.accelerator)
         self.directory = directory.RunDirectory(args, self.accelerator)
         referee = start.make_referee(args, kinds, base, tokenizer, held_out)
@@ -315,6 +316,8 @@ class PopuLoRATrainer(HubTrainer):
         self._open()
         self._best_step = None
         self._forget_unfinished_step()
+        if self.held_out is not None and self.state.global_step:
+            self.held_out.forget_rates()  # step 1 of this training is not step 1 of the last
         try:
             with self.directory, StopAtSignals(self):
                 found = self.directory.claim(resume_from_checkpoint)

@@ -26,6 +26,7 @@ import tiny_headroom  # noqa: E402
 
 
 pages, runs = arms_race.pages, arms_race.runs
+PUBLISHED = Path(arms_race.__file__).parent / "tiny"
 
 
 @pytest.fixture
@@ -154,13 +155,12 @@ def tables_of(no_curves, tmp_path):
 
 
 def test_the_published_tables_are_those_of_the_published_figures(tables_of):
-    published = arms_race.CONFIG.parent
-    said = (published / "README.md").read_text()
-    race = tables_of(published / runs.RESULTS, ["single_agent", "4t4s"], [0, 1, 2, 3, 4], 150, "single_agent")
-    controls = [name for name in runs.load(published / runs.RESULTS) if name != "single_agent"]
-    _, paired, held_out, _ = tables_of(published / runs.RESULTS, controls, [0, 1, 2], 75, "4t4s")
+    said = (arms_race.CONFIG.parent / "README.md").read_text()
+    race = tables_of(PUBLISHED / runs.RESULTS, ["single_agent", "4t4s"], [0, 1, 2, 3, 4], 150, "single_agent")
+    controls = [name for name in runs.load(PUBLISHED / runs.RESULTS) if name != "single_agent"]
+    _, paired, held_out, _ = tables_of(PUBLISHED / runs.RESULTS, controls, [0, 1, 2], 75, "4t4s")
     variants = ["no_evolution", "4t4s"]
-    evolution = tables_of(published / "evolution.json", variants, [1, 2, 3, 4, 5], 40, "no_evolution")
+    evolution = tables_of(PUBLISHED / "evolution.json", variants, [1, 2, 3, 4, 5], 40, "no_evolution")
     assert len(race) == len(evolution) == 4
     for table in (*race, paired, held_out, *evolution[1:3]):
         assert table in said
@@ -172,7 +172,7 @@ def test_the_smallest_published_figure_comes_back(few_tasks, tmp_path, monkeypat
     monkeypatch.setattr(sys, "argv", ["arms_race.py", *options.split()])
     arms_race.main()
     seen, *_ = runs.measure(tmp_path / "single_agent" / "seed_0").evaluations
-    published = runs.load(arms_race.CONFIG.parent / runs.RESULTS)["single_agent"][0].evaluations[0]
+    published = runs.load(PUBLISHED / runs.RESULTS)["single_agent"][0].evaluations[0]
     assert seen == pytest.approx(published, abs=0.02), "the base's rates; another machine rounds and samples otherwise"
 
 
@@ -213,9 +213,8 @@ def test_a_newborn_student_is_back_when_it_solves_what_the_others_do():
     assert runs.Run(steps=20, back=[4, None, 21]).share_back() == pytest.approx(1 / 3)
 
 
-def test_an_interval_counts_every_resample_of_the_seeds():
-    mean, low, high = pages.bootstrap([0.0, 0.1])
-    assert (mean, low, high) == pytest.approx((0.05, 0.0, 0.1)), "means 0, .05, .05, .1"
+def test_an_interval_is_students_over_the_seeds():
+    assert pages.interval([0.0, 0.1]) == "+0.050 [-0.585, +0.685]", "two seeds: 12.7 standard errors"
     assert pages.told([0.1, 0.1, 0.1, 0.1, 0.1]).startswith("**+0.100 [+0.100, +0.100], 5 of 5 above")
     assert not pages.told([-0.1, 0.1, 0.2, 0.1, -0.3]).startswith("**"), "zero lies within"
     assert not pages.told([0.1, 0.1, 0.2]).startswith("**"), "three seeds are no claim"

@@ -8,6 +8,7 @@ benchmarks are run by `recipes/evaluate.py`.
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import math
@@ -26,6 +27,7 @@ from accelerate.utils import set_seed
 from datasets import Dataset
 from peft import PeftModel
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
 
 from trl_populora import start
 from trl_populora.config import PopuLoRAConfig
@@ -34,15 +36,15 @@ from trl_populora.evaluate.held_out import attempt
 from trl_populora.files import write_json
 from trl_populora.generate.player import make_free_token_counter, make_player
 from trl_populora.hub.download import fetch
-from trl_populora.lora.layers import Router, add_members
+from trl_populora.lora.layers import BASE_NAME, Router, add_members
 from trl_populora.options import check_bounds
 from trl_populora.population.members import Population
 from trl_populora.report.charts import WIDTH, draw_payoff, save_picture
 from trl_populora.report.table import format_percent
 from trl_populora.run.checkpoint import write_member_file
-from trl_populora.run.read import read_population
+from trl_populora.run.read import read_chat_template, read_population
 from trl_populora.run.saved_population import SAMPLING, Shape, check_one_moment, check_same_shape, read_lora
-from trl_populora.step.player import Player
+from trl_populora.step.player import Completion, Messages, Player
 from trl_populora.step.referee import Referee, Written
 from trl_populora.tasks import TASK_KINDS, choose_kinds, resolve_kind
 from trl_populora.tasks.archive import TaskArchive, read_task
@@ -231,12 +233,14 @@ def assemble(
     Args:
         runs: Directories (runs or their checkpoints) or Hub names of saved populations, with the same base and the
             same adapter shape. The first one decides the base's revision and quantisation, the kinds, the prompt
-            style, the lengths and the sampling. If a population was trained on other kinds than those that
+            style, the lengths and the sampling. Members are asked with the chat template that their own run has
+            saved, the base with that of the first one. If a population was trained on other kinds than those that
             play, a warning says so.
         tasks: Tasks to draw references from. By default the package's tasks and, for a user's own kinds, the tasks in
             the archives of the runs.
         task_kinds: Kinds that all play. By default those of the first run, if the package has them all.
-        settings: Further settings of [`PopuLoRAConfig`].
+        settings: Further settings of [`PopuLoRAConfig`]. `model_init_kwargs` are added to those that the first
+            population needs.
 
     Raises:
         `ValueError`: If a population is given twice, cannot be read, or does not fit the first one; if the first one
@@ -262,7 +266,8 @@ def assemble(
     # among all members of its role.
     set_seed(args.seed)
     base = start.load_base(saved[0]["base_model"], args)
-    tokenizer = start.load_tokenizer(base, None, args)
+    tokenizer = start.load_tokenizer(base, None, args, read_chat_template(roots[0]))
+    templates = [read_chat_template(root) or tokenizer.chat_template for root in roots]
     entries = {
         role: [(i, m) for i, theirs in enumerate(saved) for m in theirs["members"] if m["role"] == role]
         for role in ("teacher", "student")
@@ -270,9 +275,9 @@ def assemble(
     population, router = Population(len(entries["teacher"]), len(entries["student"])), Router()
     model = add_members(base, population.names, read_lora(saved[0]), router, args.seed)
     for root, theirs in zip(roots, saved, strict=True):
-        check_same_shape(root, Shape.of(model, saved[0]["base_model"]))
+        check_same_shape(root, Shape.of(model, saved[0]["base_model"], (args.model_init_kwargs or {}).get("revision")))
         check_one_moment(root, theirs)
-    prefixes, names = choose_prefixes(runs), {}
+    prefixes, names, template_of = choose_prefixes(runs), {}, {BASE_NAME: templates[0]}
     for role, contestants in entries.items():
         for place, (index, member) in zip(population.role(role), contestants, strict=True):
             write_member_file(model, place.name, roots[index] / member["adapter"] / "adapter_model.safetensors")
@@ -282,10 +287,43 @@ def assemble(
     with ExitStack() as failed:  # a start that fails here leaves no process
         failed.callback(referee.sandbox.close)
         start.fit_into_context(referee, archive, None, make_free_token_counter(base, tokenizer, args))
-        player = make_player(model, tokenizer, router, population.names, args)
+        player = _make_player_of_runs(model, tokenizer, router, population.names, args, template_of)
         teachers, students = ([member.name for member in population.role(role)] for role in entries)
         failed.pop_all()
     return Contest(args, model, names, referee, player, archive, teachers, students)
+
+
+def _make_player_of_runs(
+    model: PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    router: Router,
+    members: Sequence[str],
+    args: PopuLoRAConfig,
+    template_of: Mapping[str, str],
+) -> Player:
+    """Makes a player that asks every member, and the base, with its own chat template, by name in `template_of`."""
+    players = {}
+    # A template decides which tokens end an answer, too. So each has a tokenizer and a player of its own.
+    for template in dict.fromkeys(template_of.values()):
+        own = copy.deepcopy(tokenizer)
+        own.chat_template = template
+        players[template] = make_player(model, own, router, members, args)
+    if len(players) == 1:
+        return next(iter(players.values()))
+
+    def generate(
+        prompts: list[Messages], names: Sequence[str], seeds: Sequence[int] | None = None
+    ) -> list[Completion]:
+        found: dict[int, Completion] = {}
+        for template, player in players.items():
+            rows = [row for row, name in enumerate(names) if template_of[name] == template]
+            if rows:
+                their_seeds = None if seeds is None else [seeds[row] for row in rows]
+                asked = [prompts[row] for row in rows], [names[row] for row in rows]
+                found |= zip(rows, player.generate(*asked, seeds=their_seeds), strict=True)
+        return [found[row] for row in range(len(names))]
+
+    return Player(generate)
 
 
 def _settings_of(saved: dict[str, Any], settings: dict[str, Any]) -> PopuLoRAConfig:
@@ -314,13 +352,14 @@ def _settings_of(saved: dict[str, Any], settings: dict[str, Any]) -> PopuLoRACon
                 "dtype": "float32" if on_cpu else "bfloat16",
                 "revision": first.get("base_revision", "main"),
                 "quantization_config": saved.get("base_quantization"),
-            },
+            }
+            | settings.get("model_init_kwargs", {}),
             "use_cpu": on_cpu,
             "bf16": not on_cpu,
             "report_to": [],
             "teacher_baseline": "group",  # nothing is trained; "member" would warn of few proposals
         }
-        | settings,
+        | {name: value for name, value in settings.items() if name != "model_init_kwargs"},
     )
 
 

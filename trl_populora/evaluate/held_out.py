@@ -238,6 +238,10 @@ class HeldOut:
             }
         return figures | self.base[name]
 
+    def forget_rates(self) -> None:
+        """Forgets what members last reached, because their steps are counted anew from here on."""
+        self.rates, self.step = {}, None
+
     @property
     def base_rate(self) -> float | None:
         """Solve rate of the base on the first table; `None` until it is measured."""

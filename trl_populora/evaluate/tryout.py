@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -26,6 +26,7 @@ from trl_populora import start
 from trl_populora.assets import TINY, resolve_model_path
 from trl_populora.config import PopuLoRAConfig
 from trl_populora.errors import make_printable
+from trl_populora.evaluate.intervals import find_share
 from trl_populora.generate.player import (
     make_completions,
     make_free_token_counter,
@@ -409,7 +410,6 @@ def _judge(setup: Setup, questions: Sequence[Question], texts: Sequence[str]) ->
 EXCERPT = 12  # most lines of a failed text that are shown
 LINE = 200  # most characters of a line
 COOLER = 0.7  # temperature at which more answers of small bases can be read, see benchmarks/RESULTS.md
-CERTAINTY = 1.96  # standard errors on each side of a share: 95 %
 
 
 def show(found: Tryout, options: TryArguments) -> Iterator[str]:
@@ -435,9 +435,8 @@ def show(found: Tryout, options: TryArguments) -> Iterator[str]:
             answers = found.select("student", each, kind)
             if answers:
                 cells = cells or [" " * 33]
-                cells.append(
-                    f"{_format_share(o.readable for o in answers):<16} {_format_share(o.good for o in answers)}"
-                )
+                readable = _format_share((o.readable for o in answers), ATTEMPTS)
+                cells.append(f"{readable:<16} {_format_share((o.good for o in answers), ATTEMPTS)}")
             if cells:
                 yield f"{str(each):<{width}}  {kind:<8}  {'  '.join(cells)}"
     for each, why in found.left_out.items():
@@ -446,7 +445,7 @@ def show(found: Tryout, options: TryArguments) -> Iterator[str]:
         yield "Teachers are asked without shots (solved tasks), which are for students alone."
     yield ""
     yield from _quote_failures(found, form)
-    yield f"{found.tokens_per_second:.0f} tokens a second; {_format_share(found.cut)} of the completions were cut."
+    yield f"{found.tokens_per_second:.0f} tokens a second; {100 * fmean(found.cut):.0f} % of the completions were cut."
     yield f"Groups of attempts that differ, which teach students: {100 * found.measure_mixed(form):.0f} %."
     yield ""
     if obstacles := found.find_obstacles():
@@ -496,10 +495,10 @@ def _quote_failures(found: Tryout, form: Form) -> Iterator[str]:
         yield ""
 
 
-def _format_share(flags: Iterator[bool] | Sequence[bool]) -> str:
-    """Formats a share in percent with its 95 % interval. Wilson's interval holds near 0 and 1, too."""
+def _format_share(flags: Iterable[bool], attempts: int = 1) -> str:
+    """Formats a share in percent with its 95 % interval over tasks, with so many attempts at each."""
     flags = list(flags)
-    n, p, z = len(flags), fmean(flags), CERTAINTY
-    middle = (p + z * z / (2 * n)) / (1 + z * z / n)
-    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-    return f"{100 * p:3.0f} % [{100 * max(0, middle - half):.0f}, {100 * min(1, middle + half):.0f}]"
+    share = fmean(flags)
+    # Attempts at one task are about as right as each other, so only the tasks count.
+    low, high = find_share(share, len(flags) // attempts)
+    return f"{100 * share:3.0f} % [{100 * low:.0f}, {100 * high:.0f}]"

@@ -11,9 +11,17 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from trl_populora.run.read import POPULATION_FILE
 
 
-# Members, archive and metrics. Rollouts, plots and pages stay on the Hub: a run's rollouts may be larger than its
-# members.
-POPULATION = (POPULATION_FILE, "lineage.jsonl", "members/*", "metrics.jsonl", "times.jsonl", "archive.parquet")
+# Members, archive, metrics and the chat template. Rollouts, plots and pages stay on the Hub: a run's rollouts may be
+# larger than its members.
+POPULATION = (
+    POPULATION_FILE,
+    "lineage.jsonl",
+    "members/*",
+    "metrics.jsonl",
+    "times.jsonl",
+    "archive.parquet",
+    "chat_template*",
+)
 
 
 def fetch(path_or_repo: str, wanted: Sequence[str] = POPULATION) -> Path:

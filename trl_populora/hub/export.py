@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_populora.assets import resolve_model_path
 from trl_populora.hub.download import fetch
+from trl_populora.lora.convert import average
 from trl_populora.run.read import POPULATION_FILE, read_population
 from trl_populora.run.saved_population import check_one_moment
 
@@ -37,6 +38,7 @@ class ExportArguments:
 
 
 STUDENTS = "mean of the students"
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def export_member(
@@ -80,35 +82,30 @@ def export_member(
     unfinished = Path(f"{out}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    if merge or merge_students:
-        _write_on_base(saved, [root / adapter for adapter in chosen], unfinished, merge)
+    if len(chosen) > 1:
+        students_at = [root / adapter for adapter in chosen]
+        mean, config = average([(load_file(each / WEIGHTS), LoraConfig.from_pretrained(each)) for each in students_at])
+        save_file(mean, unfinished / WEIGHTS, metadata={"format": "pt"})
+        config.save_pretrained(unfinished)
     else:
-        for file in ("adapter_config.json", "adapter_model.safetensors"):
+        for file in (CONFIG, WEIGHTS):
             shutil.copyfile(root / chosen[0] / file, unfinished / file)
+    if merge:
+        _merge_into_base(saved, unfinished)
     AutoTokenizer.from_pretrained(root).save_pretrained(unfinished)
     unfinished.rename(out)
     return STUDENTS if merge_students else names[0]
 
 
-def _write_on_base(saved: dict, adapters: Sequence[Path], directory: Path, merge: bool) -> None:
-    """Writes the mean of what one or more adapters add to the base, as an adapter or merged into the base."""
-    if merge and saved.get("base_quantization"):
+def _merge_into_base(saved: dict, directory: Path) -> None:
+    """Writes the base with the adapter of a directory merged into it, in place of the adapter."""
+    if saved.get("base_quantization"):
         logger.warning("Training ran on a quantised base. The merge takes the base without quantization.")
     revision = saved.get("settings", {}).get("base_revision", "main")
     base = AutoModelForCausalLM.from_pretrained(
         resolve_model_path(saved["base_model"]), revision=revision, dtype="auto"
     )
-    names = [f"member_{place}" for place in range(len(adapters))]
-    model = PeftModel.from_pretrained(base, adapters[0], adapter_name=names[0])
-    for name, adapter in zip(names[1:], adapters[1:], strict=True):
-        model.load_adapter(adapter, adapter_name=name)
-    mean = names[0]
-    if len(names) > 1:
-        # PEFT saves an adapter of this name into the directory itself, and any other into a subdirectory.
-        mean = "default"
-        # "cat" puts the factors side by side, which is the exact mean. Averaging A and B apart would not be.
-        model.add_weighted_adapter(names, [1 / len(names)] * len(names), mean, combination_type="cat")
-    if merge:
-        model.merge_and_unload(adapter_names=[mean]).save_pretrained(directory)
-    else:
-        model.save_pretrained(directory, selected_adapters=[mean])
+    merged = PeftModel.from_pretrained(base, directory).merge_and_unload()
+    for file in (CONFIG, WEIGHTS):
+        (directory / file).unlink()
+    merged.save_pretrained(directory)

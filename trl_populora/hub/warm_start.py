@@ -18,7 +18,7 @@ from trl_populora.lora.members import read_member, unwrap_peft_model, write_memb
 from trl_populora.population.members import PRIOR_SIGMA, ROLES, Population
 from trl_populora.run.checkpoint import write_member_file
 from trl_populora.run.read import POPULATION_FILE
-from trl_populora.run.saved_population import Shape, check_one_moment, check_same_shape
+from trl_populora.run.saved_population import Shape, check_one_moment, check_same_shape, warn_of_revision
 
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def warm_start(
     # All sources are found before the first member changes. Each is downloaded once.
     roots = {each: fetch(each, wanted=ADAPTER) for each in dict.fromkeys(plan.values())}
     for name, each in plan.items():
-        _write_adapter(model, name, roots[each], shape)
+        write_adapter(model, name, roots[each], shape)
     for member in population:
         if (adapter := population.adapter(member.name)) in plan:
             member.parents, member.operator = (plan[adapter],), "warm_start"
@@ -87,8 +87,19 @@ def _parse_source(source: str | Sequence[str] | Mapping[str, str]) -> str | Sequ
         raise ValueError(f"`warm_start` is no JSON: {error}, got {source!r}.") from error
 
 
-def _write_adapter(model: torch.nn.Module, name: str, root: Path, shape: Shape) -> None:
-    """Writes an ordinary PEFT adapter into a member. The member's rank may be higher than the adapter's."""
+def write_adapter(model: torch.nn.Module, name: str, root: Path, shape: Shape) -> None:
+    """
+    Writes an ordinary PEFT adapter into a member. The member's rank may be higher than the adapter's.
+
+    Args:
+        model: The members' model.
+        name: The member.
+        root: Directory of the adapter.
+        shape: Base and LoRA settings of the members.
+
+    Raises:
+        `ValueError`: If the adapter cannot be written as a member; the message names both.
+    """
     try:
         config = PeftConfig.from_pretrained(root)
         check_ordinary_adapter(config)
@@ -101,6 +112,7 @@ def _write_adapter(model: torch.nn.Module, name: str, root: Path, shape: Shape) 
         logger.warning(
             "%s names the base %r, this trainer's is %r.", root, config.base_model_name_or_path, shape.base_model
         )
+    warn_of_revision(root, config.revision, shape)
     write_member(model, name, factors)
 
 

@@ -2,6 +2,7 @@
 
     A [r_module, in], B [out, r_module], a scaling per module --fold-------> A [r, in], B [out, r], one scaling: vLLM
     A [r_given, in], B [out, r_given] of another adapter ------fold_into---> A [r, in], B [out, r] of a member
+    A [r_i, in], B [out, r_i] of several adapters -------------average-----> A [sum of r_i, in], B [out, sum of r_i]
 
 A module adds `scaling * B A x` to what the base computes. So a scaling may move into B, and rows of zeros in A or
 columns of zeros in B add nothing.
@@ -10,7 +11,7 @@ columns of zeros in B add nothing.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -41,8 +42,45 @@ def fold(factors: Mapping[str, torch.Tensor], config: LoraConfig) -> tuple[Mappi
     """
     if not (config.rank_pattern or config.alpha_pattern):
         return factors, config
+    return _fold_scalings(factors, config)
+
+
+def average(
+    adapters: Sequence[tuple[Mapping[str, torch.Tensor], LoraConfig]],
+) -> tuple[dict[str, torch.Tensor], LoraConfig]:
+    """
+    Makes one adapter that adds the mean of what several adapters add.
+
+    The factors stand side by side, which is the exact mean. The mean of A and the mean of B would not be.
+
+    Args:
+        adapters: Factors and configuration of each, as [`fold`] takes them.
+
+    Returns:
+        Factors in float32, and their configuration. The rank is the sum of the ranks, the scaling is 1.
+
+    Raises:
+        `ValueError`: If the adapters adapt different modules.
+    """
+    folded = [_fold_scalings({key: value.float() for key, value in factors.items()}, c) for factors, c in adapters]
+    if any(factors.keys() != folded[0][0].keys() for factors, _ in folded):
+        raise ValueError("The adapters have no mean, because they adapt different modules.")
+    together = {}
+    for key in folded[0][0]:
+        sides = [factors[key] for factors, _ in folded]
+        in_a = key.endswith(".lora_A.weight")
+        together[key] = torch.cat(sides, 0) if in_a else torch.cat([b / len(sides) for b in sides], 1)
+    config = folded[0][1]
+    config.r = config.lora_alpha = sum(theirs.r for _, theirs in folded)
+    return together, config
+
+
+def _fold_scalings(
+    factors: Mapping[str, torch.Tensor], config: LoraConfig
+) -> tuple[dict[str, torch.Tensor], LoraConfig]:
+    """Gives all modules the largest rank, and the scaling 1 with the module's own multiplied into its B."""
     rank = max(value.shape[0] for key, value in factors.items() if key.endswith(".lora_A.weight"))
-    folded = {}
+    folded: dict[str, torch.Tensor] = {}
     for key in [key for key in factors if key.endswith(".lora_A.weight")]:
         module = key.removesuffix(".lora_A.weight")
         a, b = factors[key], factors[f"{module}.lora_B.weight"]

@@ -42,6 +42,7 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
 
 
 POPULATION_FILE = "population.json"
+CHAT_TEMPLATE = "chat_template.jinja"
 
 
 def read_population(directory: str | Path) -> dict[str, Any]:
@@ -64,6 +65,12 @@ def read_population(directory: str | Path) -> dict[str, Any]:
             f"{path}: field `best_student` is {saved['best_student']!r}, and `members` lists {', '.join(names)}."
         )
     return drop_secrets(saved)
+
+
+def read_chat_template(directory: str | Path) -> str | None:
+    """Reads the chat template that a run has saved; `None` if there is none."""
+    path = Path(directory, CHAT_TEMPLATE)
+    return path.read_text(encoding="utf-8") if path.exists() else None
 
 
 def _check_places(path: Path, member: Mapping[str, Any]) -> str:

@@ -95,16 +95,18 @@ class Shape:
         base_config: The fields of the base's configuration that an adapter depends on: model type and sizes.
         lora: LoRA settings of the members.
         quantization: Quantization config of the base; `None` without quantization.
+        revision: Revision of the base, if `base_model` is a Hub id.
     """
 
     base_model: str
     base_config: dict[str, Any]
     lora: dict[str, Any]
     quantization: dict[str, Any] | None = None
+    revision: str = "main"
 
     @classmethod
-    def of(cls, model: PeftModel, base_model: str) -> Shape:
-        """Reads the shape from a live model."""
+    def of(cls, model: PeftModel, base_model: str, revision: str | None = None) -> Shape:
+        """Reads the shape from a live model. A base without a revision was loaded from `main`."""
         base, lora = model.get_base_model().config, next(iter(model.peft_config.values()))
         values = {name: getattr(lora, name) for name in _LORA_FIELDS}
         if not isinstance(values["target_modules"], str):
@@ -113,7 +115,8 @@ class Shape:
         # It is compared with a config that was read from JSON, so it goes through JSON, too: tuples become lists.
         if quantization is not None:
             quantization = json.loads(json.dumps(quantization.to_dict()))
-        return cls(base_model, {name: getattr(base, name, None) for name in _BASE_FIELDS}, values, quantization)
+        sizes = {name: getattr(base, name, None) for name in _BASE_FIELDS}
+        return cls(base_model, sizes, values, quantization, revision or "main")
 
 
 def describe(game: Game, shape: Shape, args: GRPOConfig, step: int, held_out: HeldOut | None) -> dict[str, Any]:
@@ -235,6 +238,8 @@ def check_same_shape(root: Path, shape: Shape, members: Sequence[str] | None = N
             )
         logger.warning("%s names the base %r, this trainer's is %r.", path, saved["base_model"], ours)
     _check_quantization(path, saved.get("base_quantization"), shape.quantization, resumes=members is not None)
+    if members is None:  # a resume refuses another revision, see `check_settings`
+        warn_of_revision(path, saved.get("settings", {}).get("base_revision"), shape)
     names = [member["name"] for member in saved["members"]]
     if members is not None and names != list(members):
         raise ValueError(
@@ -253,6 +258,20 @@ def _check_quantization(path: Path, saved: dict | None, ours: dict | None, resum
     if resumes:
         raise ValueError(f"{differs} A resumed run cannot change it; `warm_start` can.")
     logger.warning("%s", differs)
+
+
+def warn_of_revision(source: Path, theirs: str | None, shape: Shape) -> None:
+    """Warns if adapters were trained on another revision of the base, unless that is a directory or not known."""
+    if theirs is not None and theirs != shape.revision and not os.path.isdir(shape.base_model):
+        logger.warning(
+            "%s was trained on revision %r of %r, and here the base has revision %r. Adapters only make sense on the "
+            "weights that they were trained on. Load the base with `revision=%r`.",
+            source,
+            theirs,
+            shape.base_model,
+            shape.revision,
+            theirs,
+        )
 
 
 def check_settings(args: GRPOConfig, root: Path, saved: Mapping[str, Any], same_processes: bool) -> None:
