@@ -8,6 +8,7 @@ goes to `OUTPUT/SCENARIO/rank_N.pt`:
 - `evolve` has an evolution event after the second of three steps;
 - `plain` is the same run without the event; for ZeRO-3 the user has everything partitioned;
 - `broken` is a run in whose second step the loss of a member is NaN;
+- `offload` is the same with gradients and optimizer state on the CPU, which ZeRO measures when it moves them there;
 - `savings` is the first step of each loss, with and without blank rows and shared prompts;
 - `resume`, `resume quantised` and `resume bf16` play a game straight, and again cut in two by a checkpoint;
 - `groups` are runs in which one role stays or is not there;
@@ -37,6 +38,7 @@ from tests.launching import leave
 from trl_populora.config import PopuLoRAConfig
 from trl_populora.lora.members import (
     _find_optimizer_entries,
+    _offloads_gradients,
     adds_nothing,
     member_parameters,
     read_member,
@@ -241,8 +243,18 @@ def broken(base: str, output: str) -> dict:
         "members": {name: read_member(trainer.model_wrapped, name) for name in names},
         "norms": [entry[f"member/{BROKEN[1]}/grad_norm"] for entry in trainer.state.log_history if "loss" in entry],
         "again": why_refused(RuntimeError, trainer.train) if launched_by_deepspeed() else "",
+        "offloads": launched_by_deepspeed() and _offloads_gradients(trainer.model_wrapped.optimizer),
         "sections": why_sections_are_refused(trainer.args) if launched_by_deepspeed() else [],
     }
+
+
+def offload(base: str, output: str) -> dict:
+    """The same with offload."""
+    AcceleratorState().deepspeed_plugin.deepspeed_config["zero_force_ds_cpu_optimizer"] = False  # it would be compiled
+    zero_options()["offload_optimizer"] = {"device": "cpu"}
+    seen = broken(base, output)
+    del zero_options()["offload_optimizer"]
+    return seen
 
 
 def launched_by_deepspeed() -> bool:
@@ -383,6 +395,7 @@ SCENARIOS = {
     "evolve": evolve,
     "plain": plain,
     "broken": broken,
+    "offload": offload,
     "savings": savings,
     "resume": resume,
     "resume quantised": resume_quantised,
