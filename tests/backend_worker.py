@@ -8,7 +8,6 @@ goes to `OUTPUT/SCENARIO/rank_N.pt`:
 - `evolve` has an evolution event after the second of three steps;
 - `plain` is the same run without the event; for ZeRO-3 the user has everything partitioned;
 - `broken` is a run in whose second step the loss of a member is NaN;
-- `offload` is the same with gradients and optimizer state on the CPU, which ZeRO measures when it moves them there;
 - `savings` is the first step of each loss, with and without blank rows and shared prompts;
 - `resume`, `resume quantised` and `resume bf16` play a game straight, and again cut in two by a checkpoint;
 - `groups` are runs in which one role stays or is not there;
@@ -236,6 +235,9 @@ BROKEN = (1, "student_1")
 def broken(base: str, output: str) -> dict:
     """A run of three steps, and the norms that it logs."""
     trainer = make_trainer(base, output, evolve_every=0, **CLIPPED)
+    if launched_by_deepspeed():
+        plugin = AcceleratorState().deepspeed_plugin
+        plugin.deepspeed_config["zero_force_ds_cpu_optimizer"] = False  # with offload DeepSpeed would compile its own
     play_fixed_rows(trainer, broken=BROKEN)
     trainer.train()
     names = trainer.population.names
@@ -246,15 +248,6 @@ def broken(base: str, output: str) -> dict:
         "offloads": launched_by_deepspeed() and _offloads_gradients(trainer.model_wrapped.optimizer),
         "sections": why_sections_are_refused(trainer.args) if launched_by_deepspeed() else [],
     }
-
-
-def offload(base: str, output: str) -> dict:
-    """The same with offload."""
-    AcceleratorState().deepspeed_plugin.deepspeed_config["zero_force_ds_cpu_optimizer"] = False  # it would be compiled
-    zero_options()["offload_optimizer"] = {"device": "cpu"}
-    seen = broken(base, output)
-    del zero_options()["offload_optimizer"]
-    return seen
 
 
 def launched_by_deepspeed() -> bool:
@@ -395,7 +388,6 @@ SCENARIOS = {
     "evolve": evolve,
     "plain": plain,
     "broken": broken,
-    "offload": offload,
     "savings": savings,
     "resume": resume,
     "resume quantised": resume_quantised,
