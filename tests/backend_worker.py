@@ -39,6 +39,7 @@ from tests.launching import leave
 from trl_populora.config import PopuLoRAConfig
 from trl_populora.lora.members import (
     _find_optimizer_entries,
+    _offloads_gradients,
     adds_nothing,
     member_parameters,
     read_member,
@@ -236,6 +237,9 @@ BROKEN = (1, "student_1")
 def broken(base: str, output: str) -> dict:
     """A run of three steps, and the norms that it logs."""
     trainer = make_trainer(base, output, evolve_every=0, **CLIPPED)
+    if launched_by_deepspeed():
+        plugin = AcceleratorState().deepspeed_plugin
+        plugin.deepspeed_config["zero_force_ds_cpu_optimizer"] = False  # with offload DeepSpeed would compile its own
     play_fixed_rows(trainer, broken=BROKEN)
     trainer.train()
     names = trainer.population.names
@@ -243,6 +247,7 @@ def broken(base: str, output: str) -> dict:
         "members": {name: read_member(trainer.model_wrapped, name) for name in names},
         "norms": [entry[f"member/{BROKEN[1]}/grad_norm"] for entry in trainer.state.log_history if "loss" in entry],
         "again": why_refused(RuntimeError, trainer.train) if launched_by_deepspeed() else "",
+        "offloads": launched_by_deepspeed() and _offloads_gradients(trainer.model_wrapped.optimizer),
         "sections": why_sections_are_refused(trainer.args) if launched_by_deepspeed() else [],
     }
 

@@ -24,7 +24,10 @@ from trl_populora.population.factors import compare
 from trl_populora.population.operators import average
 
 
-ZERO1 = {"zero1": ("cpu_zero2.yaml --zero_stage 1", "DeepSpeedEngine", 1)}
+MORE = {
+    "zero1": ("cpu_zero2.yaml --zero_stage 1", "DeepSpeedEngine", 1),
+    "offload": ("cpu_zero2.yaml --offload_optimizer_device cpu", "DeepSpeedEngine", 2),
+}
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -32,6 +35,7 @@ COMMON = ["replace", "evolve", "plain", "broken", "savings", "resume bf16"]
 SCENARIOS = {
     "ddp": [*COMMON, "groups", "resume", "evaluate", "own", "shard"],
     "zero1": ["replace", "broken"],
+    "offload": ["broken"],
     "zero2": [*COMMON, "groups", "resume", "half", "unwritable"],
     "zero3": [*COMMON, "half"],
 }
@@ -63,7 +67,7 @@ def launched(base, tmp_path_factory):
     def go(backend: str) -> dict:
         assert backend not in begun, "its launch has failed, as the first test of it says"
         begun.add(backend)
-        config, wrapper, stage = (BACKENDS | ZERO1)[backend]
+        config, wrapper, stage = (BACKENDS | MORE)[backend]
         output, scenarios = tmp_path_factory.mktemp(backend) / "run", SCENARIOS[backend]
         log = run_script(worker(config, base, output, *scenarios), output, fails="unwritable" in scenarios)
         seen = {scenario: load(output / scenario) for scenario in scenarios if scenario != "unwritable"}
@@ -71,7 +75,7 @@ def launched(base, tmp_path_factory):
             assert len(ranks) == 2, f"{scenario}:\n{log[-20000:]}"
             found = [(rank["world"], rank["wrapper"], rank["stage"]) for rank in ranks if "wrapper" in rank]
             assert found in ([], [(2, wrapper, stage)] * 2), scenario
-        assert all(rank["base is split"] == (stage == 3) for rank in seen["replace"])
+        assert all(rank["base is split"] == (stage == 3) for rank in seen.get("replace", []))
         lineage = [json.loads(line) for path in output.glob("evolve/lineage.jsonl") for line in path.open()]
         return seen | {"lineage": lineage, "output": output, "log": log}
 
@@ -214,6 +218,12 @@ def test_a_second_training_is_refused_where_deepspeeds_engine_is_gone(runs):
 def test_zero_1_gives_the_members_of_one_process(alone, solo, runs):
     test_final_members_are_those_of_one_process(alone, runs["replace"])
     test_every_rank_ends_with_the_same_members(runs["replace"])
+    test_a_member_whose_loss_is_nan_leaves_the_others_to_train_as_if_alone(solo, runs)
+
+
+@only("offload")
+def test_zero_measures_what_it_offloads_and_steps_the_others_all_the_same(solo, runs):
+    assert all(rank["offloads"] for rank in runs["broken"])
     test_a_member_whose_loss_is_nan_leaves_the_others_to_train_as_if_alone(solo, runs)
 
 

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from tests.populora_run import HELD_OUT, letters
 from tests.vllm_models import randomise
-from trl_populora.lora.members import member_param_groups, read_member
+from trl_populora.lora.members import member_param_groups, member_parameters, read_member
 from trl_populora.population.evolution import Birth
 from trl_populora.report.load import load_evaluations, load_history, load_run
 from trl_populora.report.page import write_report
@@ -757,20 +757,24 @@ def test_an_interrupted_backward_leaves_no_route_behind(make_trainer):
     assert trainer.state.global_step == 1
 
 
-def test_scaled_gradients_are_unscaled_before_they_are_clipped(make_trainer, tmp_path, monkeypatch):
+def scale_gradients(trainer, monkeypatch) -> None:
     """As with `fp16`, which accelerate refuses on a CPU; a scale that is a power of two is exact."""
 
     class Scaled(TrainerCallback):
         def on_train_begin(self, args, state, control, **kwargs):
-            monkeypatch.setattr(scaled.accelerator, "native_amp", True)
-            monkeypatch.setattr(scaled.accelerator.state, "_mixed_precision", "fp16")
+            monkeypatch.setattr(trainer.accelerator, "native_amp", True)
+            monkeypatch.setattr(trainer.accelerator.state, "_mixed_precision", "fp16")
 
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    trainer.accelerator.autocast_handler = AutocastKwargs(enabled=False)
+    trainer.add_callback(Scaled())
+
+
+def test_scaled_gradients_are_unscaled_before_they_are_clipped(make_trainer, tmp_path, monkeypatch):
     plain = make_trainer(max_grad_norm=0.01, output_dir=str(tmp_path / "plain"))
     plain.train()
     scaled = make_trainer(max_grad_norm=0.01, output_dir=str(tmp_path / "scaled"))
-    scaled.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    scaled.accelerator.autocast_handler = AutocastKwargs(enabled=False)
-    scaled.add_callback(Scaled())
+    scale_gradients(scaled, monkeypatch)
     scaled.train()
     norms = [[entry["member/teacher_0/grad_norm"] for entry in t.state.log_history[:-1]] for t in (plain, scaled)]
     assert norms[0] == norms[1]
@@ -788,6 +792,18 @@ def test_the_line_of_a_step_tells_all_rewards_of_a_role(make_trainer, capfd):
     assert {role: logged[f"reward/{role}"] for role in means} == pytest.approx(means)
     assert logged["reward/student"] != pytest.approx(logged["rewards/student_reward/mean"], abs=0.01)
     assert f"reward teacher {means['teacher']:+.2f} student {means['student']:+.2f} " in "".join(capfd.readouterr())
+
+
+def test_the_overflow_of_one_member_lowers_the_scale_and_leaves_the_step_to_the_others(make_trainer, monkeypatch):
+    trainer = make_trainer()
+    scale_gradients(trainer, monkeypatch)
+    broken = next(iter(member_parameters(trainer.model, "teacher_0").values()))
+    broken.register_hook(lambda gradient: torch.full_like(gradient, float("inf")))
+    before = members_of(trainer)
+    trainer.train()
+    after = members_of(trainer)
+    assert {name for name in before if same(before[name], after[name])} == {"teacher_0"}
+    assert trainer.accelerator.scaler.get_scale() == 2.0**8, "two steps"
 
 
 @pytest.mark.parametrize("disable_tqdm", [True, False])

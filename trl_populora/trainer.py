@@ -574,9 +574,7 @@ class PopuLoRATrainer(HubTrainer):
             optimizer_class, kwargs = self.get_optimizer_cls_and_kwargs(self.args, self.model)
             groups = lora_members.member_param_groups(self.model, rates, self.args.weight_decay)
             self.optimizer = optimizer_class(groups, **kwargs)
-        elif not isinstance(
-            self.optimizer, AcceleratedOptimizer
-        ):  # the user's own; the other is of an earlier `train`
+        elif not isinstance(self.optimizer, AcceleratedOptimizer):  # it is the user's, not of an earlier training
             lora_members.check_groups(self.optimizer, self.model, rates)
         return super().create_optimizer(model)
 
