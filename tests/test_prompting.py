@@ -141,6 +141,8 @@ def test_solved_tasks_give_way_where_there_is_little_room(sandbox, seed_tasks):
         referee.free_tokens = lambda prompt, room=room: room - sum(len(turn["content"]) for turn in prompt)
         prompt = referee._pose(task)
         sizes.append(len(prompt))
+        shown = [turn["content"] for turn in prompt if turn["role"] == "assistant"]
+        assert shown == [shot.answer for shot in CodeO.shots[: len(shown)]], "the most instructive ones stay"
         assert task.program in prompt[-1]["content"]
     assert sizes == sorted(sizes, reverse=True)
     assert (sizes[0], sizes[-1]) == (7, 1)
@@ -169,14 +171,16 @@ def roomy_base(tmp_path_factory):
     return save_base(tmp_path_factory.mktemp("roomy_base"), Qwen3ForCausalLM, tokenizer, 32, **sizes)
 
 
-def test_the_base_decides_about_style_and_solved_tasks(make_args, roomy_base):
+def test_the_base_decides_about_style_and_solved_tasks(make_args, roomy_base, caplog):
     chosen = {name: choose_style(None, name) for name in (roomy_base, "tiny", tiny_base_path())}
     assert list(chosen.values()) == ["turns", "compact", "compact"]
     trainer = PopuLoRATrainer(roomy_base, args=make_args(**TURNS))
     assert (trainer.args.shots, trainer.game.referee.shots) == (3, 3)
     trainer.close()
     assert choose_shots(1, "turns", trainer.model) == 1
+    assert "has no effect" not in caplog.text
     assert choose_shots(2, "compact", trainer.model) == 0, "compact prompts have one turn"
+    assert "`shots=2` has no effect" in caplog.text
 
 
 def test_adapters_do_not_make_a_base_large(make_args, roomy_base, monkeypatch):

@@ -154,6 +154,18 @@ class TestReading:
             if attempts:
                 assert sum(a["correct"] for a in attempts) / len(attempts) == proposal["solve_rate"]
 
+    def test_samples_reach_from_the_hardest_to_the_easiest(self, tmp_path):
+        (tmp_path / "rollouts").mkdir()
+        rates = [place / 10 for place in range(11)]
+        rows = [
+            {"step": 1, "role": "teacher", "match": 0, "task_id": str(rate), "valid": True, "solve_rate": rate}
+            for rate in rates
+        ]
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rollouts" / "step_1.parquet")
+        assert [row["solve_rate"] for row, _ in load_samples(tmp_path)] == [0, 0.2, 0.4, 0.6, 0.8, 1]
+        assert [row["solve_rate"] for row, _ in load_samples(tmp_path, number=2)] == [0]
+        assert len(load_samples(tmp_path, number=40)) == len(rates)
+
     def test_a_step_that_was_evaluated_keeps_its_times(self, finished):
         assert [entry["step"] for entry in load_run(finished).evaluations] == [0, 2, 4]
         assert all(entry["time/propose"] > 0 for entry in load_history(finished))

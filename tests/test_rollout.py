@@ -13,8 +13,9 @@ from trl_populora.population import ratings
 from trl_populora.sandbox import Job, Limits, Sandbox
 from trl_populora.sandbox.values import decode
 from trl_populora.step.pay import Rules
+from trl_populora.step.player import Completion
 from trl_populora.step.referee import Written
-from trl_populora.step.rows import Row, in_a_line, student_reward, teacher_reward
+from trl_populora.step.rows import Played, Row, in_a_line, student_reward, teacher_reward
 from trl_populora.tasks import CodeF, CodeI, CodeO, Reject, Task
 from trl_populora.tasks.kind import KindSettings, Refusal, measure_complexity
 
@@ -385,6 +386,14 @@ def test_kinds_take_turns_over_the_steps(sandbox, seed_tasks, iterations):
     steps = range(0, 3 * iterations, iterations)
     seen = [row.kind for step in steps for row in play(game, step).rows if row.role == "teacher"]
     assert {kind: seen.count(kind) for kind in set(seen)} == {"code_o": 4, "code_i": 4, "code_f": 4}
+
+
+def test_an_empty_completion_counts_no_token_with_and_without_ends():
+    rows = [Row("student", "student_0", "code_o", 0, "", completion=Completion([1], ids, "")) for ids in ([], [5, 2])]
+    played = Played(rows, [])
+    assert played.count_tokens() == [0, 2]
+    assert played.count_tokens({2}) == [0, 2]
+    assert played.count_tokens([7]) == [0, 0]
 
 
 def test_the_step_decides_every_random_choice(sandbox, seed_tasks):

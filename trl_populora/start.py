@@ -441,6 +441,8 @@ def choose_shots(wanted: int | None, style: str, base: PreTrainedModel) -> int:
     else a number by the size of the base.
     """
     if style == "compact":
+        if wanted:
+            logger.warning("`shots=%d` has no effect: prompts of the style 'compact' show no solved tasks.", wanted)
         return 0  # the embedded base was not trained on them
     if wanted is not None:
         return wanted

@@ -284,9 +284,9 @@ def load_samples(run: str | Path, number: int = 8) -> list[Sample]:
     """
     proposals, attempts = _collect_proposals(Path(run), last=4)
     valid = sorted((row for row in proposals if row["valid"]), key=lambda row: row["solve_rate"])
-    # Every n-th of the valid ones, because the first ones are all hard.
-    step = max(1, len(valid) // max(1, number * 3 // 4))
-    chosen = valid[::step][: number * 3 // 4]
+    # Evenly from the hardest to the easiest.
+    count = min(len(valid), number * 3 // 4)
+    chosen = [valid[place * (len(valid) - 1) // max(1, count - 1)] for place in range(count)]
     chosen += [row for row in proposals if not row["valid"]][: number - len(chosen)]
     return [(row, attempts.get(_identify_task(row), []) if row["valid"] else []) for row in chosen]
 

@@ -188,11 +188,11 @@ class Referee:
 
         # A solved task with the same program could give the answer away.
         shots = [shot for shot in kind.shots[: self.shots] if shot.task.program != task.program]
-        asked = [*(pose(shot.task) for shot in shots), pose(task)]
-        # Shots are dropped one by one, the first one first, until the prompt fits. A prompt that does not fit even
-        # without shots is returned all the same.
-        for left_out in range(len(shots) + 1):
-            prompt = show_before(asked[left_out:], [shot.answer for shot in shots[left_out:]])
+        asked, own = [pose(shot.task) for shot in shots], pose(task)
+        # The first shots are the most instructive. So shots are dropped one by one from the end, until the prompt
+        # fits. If none does, the prompt without shots is returned.
+        for kept in range(len(shots), -1, -1):
+            prompt = show_before([*asked[:kept], own], [shot.answer for shot in shots[:kept]])
             if self.free_tokens(prompt) >= 0:
                 break
         return prompt

@@ -224,7 +224,7 @@ class Played:
         if its last token is none of `ends`, because it was cut off.
         """
         ids = [row.completion.completion_ids for row in self.rows]
-        return [len(each) if ends is None or each[-1] in ends else 0 for each in ids]
+        return [len(each) if ends is None or any(last in ends for last in each[-1:]) else 0 for each in ids]
 
     @property
     def prompts(self) -> list[int]:

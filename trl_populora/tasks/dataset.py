@@ -52,7 +52,7 @@ def read_tasks(source: str | None):
         return load_dataset(source, split="train")
     except (FileNotFoundError, ConnectionError) as error:
         raise ValueError(f"The tasks {source!r} cannot be read ({error}).") from error
-    except (DatasetGenerationError, StopIteration) as error:
+    except (DatasetGenerationError, StopIteration, ValueError) as error:
         raise ValueError(f"The tasks {source!r} cannot be read: {_find_fault(source, error)}.") from error
 
 
