@@ -47,7 +47,7 @@ from trl_populora.generate.player import STOPS, TEXT_STOPS
 from trl_populora.hub.card import VLLM_RANKS
 from trl_populora.hub.download import fetch
 from trl_populora.lora.convert import find_largest_rank, fold_patterns
-from trl_populora.run.read import CHAT_TEMPLATE, read_chat_template, read_population
+from trl_populora.run.read import CHAT_TEMPLATE, digest_weights, read_chat_template, read_population
 from trl_populora.run.saved_population import check_one_moment
 from trl_populora.sandbox import Job, Limits, Sandbox
 from trl_populora.sandbox.values import decode, encode
@@ -267,6 +267,7 @@ def main(arguments: list[str] | None = None) -> None:
     (folder := out / "_evaluation").mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {"run": given.run, "step": saved["step"], "options": shlex.join(words)}
     found |= {"base_model": saved["base_model"], "date": time.strftime("%Y-%m-%d", time.gmtime())}
+    found["weights"] = {name: digest_weights(adapter) for name, adapter in adapters.items()}
     found |= {key: {} for key in ("benchmarks", "questions", "scores", "margins", "over")}
     # Members are asked as they were trained: with their run's stops, chat template and options of the template.
     body = {"chat_template_kwargs": settings.get("chat_template_kwargs") or {}}

@@ -29,7 +29,7 @@ from trl_populora.hub.push import make_stage, push_archive, push_run, push_space
 from trl_populora.lora.checks import check_is_base
 from trl_populora.lora.members import read_member
 from trl_populora.population.members import Population
-from trl_populora.run.read import read_population
+from trl_populora.run.read import digest_weights, read_population
 
 
 sys.path.insert(0, str(RECIPES))
@@ -258,12 +258,19 @@ class TestPushed:
         assert "| AIME 24 | 3.3 | 0.0 | 30 | as of 2026-11-24 | `python recipes/evaluate.py me/scored" in card
         assert "| Held-out tasks of the run | 50.0 | 25.0 | 12 | 0123 | `trainer.evaluate()` with `eval_att" in card
 
-    def test_figures_of_other_weights_are_neither_pushed_nor_left(self, hub, finished, tmp_path):
+    @pytest.mark.parametrize("by", ["step", "weights"])
+    def test_figures_of_other_weights_are_neither_pushed_nor_left(self, hub, finished, tmp_path, by):
+        """A second `train()` may end at the step of the first."""
         run = measured(finished, tmp_path)
+        best = next(each for each in read_population(run)["members"] if each["held_out"])
+        weights = {best["name"]: digest_weights(run / best["adapter"])}
+        state = json.loads((run / "evaluation.json").read_text()) | {"weights": weights}
+        (run / "evaluation.json").write_text(json.dumps(state))
         push_run(run, "me/stale")
+        assert b"HumanEval" in hub.repos["me/stale"]["README.md"]
         hub.repos["me/stale"][".eval_results/somebody.yaml"] = b"[]"
-        state = json.loads((run / "evaluation.json").read_text())
-        (run / "evaluation.json").write_text(json.dumps(state | {"step": 1}))
+        other = {"step": 1} if by == "step" else {"weights": dict.fromkeys(weights, "0")}
+        (run / "evaluation.json").write_text(json.dumps(state | other))
         push_run(run, "me/stale")
         found = [name for name in hub.repos["me/stale"] if name.startswith(".eval_results/")]
         assert found == [".eval_results/somebody.yaml"]

@@ -140,7 +140,7 @@ def change_settings(run: Path, **settings: object) -> None:
     (run / "population.json").write_text(json.dumps(saved))
 
 
-def test_attempts_are_asked_again_of_other_weights_another_base_and_in_another_way(
+def test_attempts_of_other_weights_of_another_base_or_asked_otherwise_are_refused(
     finished, one_task, tmp_path, monkeypatch
 ):
     run, output = tmp_path / "run", tmp_path / "scores"

@@ -21,6 +21,7 @@ import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, constants, eval_result_entries_to_yaml
 
 from trl_populora.files import is_file_name, write_whole
+from trl_populora.run.read import digest_weights
 
 
 RESULTS = ".eval_results"
@@ -78,9 +79,15 @@ def read_figures(root: Path, population: dict[str, Any], repo: str) -> list[Figu
     figures = [_read_held_out(population, best)] if _is_measured(population, best) else []
     if (root / EVALUATION).exists():
         found = json.loads((root / EVALUATION).read_text())
-        if found.get("step") == population["step"]:
+        if found.get("step") == population["step"] and _is_of(found, root, best):
             figures += _read_published(found, best["name"], repo)
     return figures
+
+
+def _is_of(found: dict[str, Any], root: Path, best: dict[str, Any]) -> bool:
+    """Says whether benchmarks were put to the weights that lie in `root`: a second `train()` counts steps anew."""
+    weights = found.get("weights", {}).get(best["name"])  # early versions did not write them
+    return weights is None or ((root / best["adapter"]).exists() and digest_weights(root / best["adapter"]) == weights)
 
 
 def _is_measured(population: dict[str, Any], best: dict[str, Any]) -> bool:

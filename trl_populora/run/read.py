@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -65,6 +66,11 @@ def read_population(directory: str | Path) -> dict[str, Any]:
             f"{path}: field `best_student` is {saved['best_student']!r}, and `members` lists {', '.join(names)}."
         )
     return drop_secrets(saved)
+
+
+def digest_weights(adapter: str | Path) -> str:
+    """Computes a short text that changes with the weights of a saved adapter."""
+    return hashlib.sha256(Path(adapter, "adapter_model.safetensors").read_bytes()).hexdigest()[:16]
 
 
 def read_chat_template(directory: str | Path) -> str | None:
