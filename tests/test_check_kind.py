@@ -119,7 +119,7 @@ def leave(self, text, references):
         (
             "parse_proposal",
             lambda *_: Refusal(Reject.FORMAT, str(random.random())),
-            "`parse_proposal` must read a text al",
+            "`parse_proposal` must read a text the same",
         ),
         ("check", lambda *_: "job", "`check` must return Job or NoneType, got 'job'"),
         (

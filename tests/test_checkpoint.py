@@ -317,7 +317,7 @@ class TestDamage:
             ),
             (
                 rewrite("game.json", lambda s: s.update(format=7)),
-                "game.json: found 7, wanted a JSON object with field `format` 1",
+                "game.json: field `format` is 7, this version reads 1",
             ),
             (rewrite("population.json", lambda s: s.update(base_model="Qwen/Other")), None),
             (

@@ -282,6 +282,7 @@ def assemble(
         for place, (index, member) in zip(population.role(role), contestants, strict=True):
             write_member_file(model, place.name, roots[index] / member["adapter"] / "adapter_model.safetensors")
             names[place.name] = prefixes[index] + member["name"]
+            template_of[place.name] = templates[index]
     # 3. The referee, whose sandbox is started here, and the player.
     referee = start.make_referee(args, kinds, base, tokenizer)
     with ExitStack() as failed:  # a start that fails here leaves no process
