@@ -229,7 +229,7 @@ def report(arguments: Sequence[str]) -> None:
 
 
 def push(arguments: Sequence[str]) -> None:
-    """Uploads a run, its archive and its report to the Hub, each if its repository is named."""
+    """Uploads a run, its archive or its report to the Hub, or several of these."""
     from trl_populora.hub.push import push_archive, push_run, push_space
 
     (options,) = _parse(PushArguments, "push", arguments)
