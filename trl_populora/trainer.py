@@ -476,7 +476,7 @@ class PopuLoRATrainer(HubTrainer):
         played, mine = self.played, self.played.local_worth
         # TRL cuts all rows into groups of equal size, proposals too. Only a student's attempts are such groups.
         figures = {"frac_reward_zero_std": played.worth.flat}
-        # TRL counts rows as sampled exactly that are not computed.
+        # TRL would count a row that is not computed as one on which vLLM and the trainer agree exactly.
         figures |= microbatch.measure_sampling(output)
         for name, value in figures.items():
             self._metrics["train"][name][-1] = value

@@ -41,7 +41,7 @@ def check_vllm(model: str | PreTrainedModel, args: GRPOConfig, lora_config: Lora
 
     Raises:
         `ImportError`: If vLLM is not installed, or if its version is outside [`WINDOW`].
-        `ValueError`: If vLLM cannot serve the rank or the base, or if the base has no path to load it from.
+        `ValueError`: If vLLM cannot serve the rank or the base, or if the base is an object without a path.
     """
     # The checks that take longest come last: `check_base` reads the base's configuration, perhaps from the Hub.
     check_installed()
@@ -60,7 +60,7 @@ def check_engine_arguments(given: Mapping[str, Any], members: int, lora_config: 
     """
     Checks that a colocated engine with the user's arguments has room for the adapters of all members.
 
-    An engine in this process cannot load an adapter again that it has dropped from host memory.
+    If a colocated engine drops an adapter from host memory, it cannot load that adapter again.
 
     Args:
         given: `vllm_engine_kwargs`.
