@@ -52,7 +52,8 @@ VARIANTS: dict[str, dict[str, str]] = {
     "no_evolution": {"evolve_every": "0"},
     "uniform": {"matchmaking": "uniform"},
     "base_teachers": {"teacher_learning_rate": "0"},
-    "seed_tasks": {"teachers": "0", "proposals_per_teacher": "9"},  # as many rows as `4t4s`
+    # As many rows as `4t4s`. The recipe's baseline is for teachers.
+    "seed_tasks": {"teachers": "0", "proposals_per_teacher": "9", "teacher_baseline": "member"},
     "base_students": {"learning_rate": "0", "teacher_learning_rate": RATE},
     COIN: {},  # students are paid by a coin
     REJECTION: {"single_agent": "true", "learning_rate": "0", "evolve_every": "0", **UNEVALUATED},
