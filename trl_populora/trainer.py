@@ -415,6 +415,8 @@ class PopuLoRATrainer(HubTrainer):
             `ValueError`: If there are no tasks, or the given ones cannot be used.
             `RuntimeError`: Before training under DeepSpeed, whose engine does not exist yet.
         """
+        if self.game is None:
+            return self._evaluate_prompts(eval_dataset, ignore_keys, metric_key_prefix)
         if self.is_deepspeed_enabled and self.model_wrapped is self.model:
             raise RuntimeError("Under DeepSpeed `evaluate` works from the start of training: set `eval_on_start`.")
         was_closed = self._closed
