@@ -319,9 +319,17 @@ class PopuLoRAConfig(GRPOConfig):
             self._settle_for_game()
         except ValueError as error:
             # It may be the config of a dataset run, which the trainer will know.
-            if self._list_game_options():
+            if self._list_game_options() or not self._fits_prompts():
                 raise
             self._no_game = error
+
+    def _fits_prompts(self) -> bool:
+        """Says whether these settings make a dataset run."""
+        try:
+            self.for_prompts()
+        except ValueError:
+            return False
+        return True
 
     def _settle_for_game(self) -> None:
         """Checks all settings, and derives those that follow from the population."""

@@ -59,7 +59,7 @@ from trl_populora.step.microbatch import LossMetrics
 from trl_populora.step.play import Game, play_step
 from trl_populora.step.player import Completion, Messages, Player
 from trl_populora.step.prompts import MemberScores, PromptRow, PromptScorer, measure_members
-from trl_populora.step.referee import count_free_tokens, trained_context
+from trl_populora.step.referee import Referee, count_free_tokens, trained_context
 from trl_populora.step.rows import LOG_METRIC, Played, name_own_metrics
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.prompts import MEMBER, MemberSampler, check_table, expand_by_member, has_prompts
@@ -201,8 +201,9 @@ class PopuLoRATrainer(HubTrainer):
                 self.rollout_func, self.scores = self._answer, MemberScores()
             else:
                 self.rollout_func, self.held_out = self._play, parts.held_out
-                self.game = self._make_game(parts, base)
-                failed.callback(self.game.referee.sandbox.close)
+                referee = start.make_referee(args, parts.kinds, base, tokenizer, parts.held_out)
+                failed.callback(referee.sandbox.close)
+                self.game = self._make_game(parts, referee)
                 start.check_outputs(
                     list_given_tables(train_dataset, self.held_out), self.game.referee, self.game.player
                 )
@@ -218,8 +219,7 @@ class PopuLoRATrainer(HubTrainer):
             failed.pop_all()
         completions.mkdir(parents=True, exist_ok=True)
 
-    def _make_game(self, parts: start.GameParts, base: PreTrainedModel) -> Game:
-        referee = start.make_referee(self.args, parts.kinds, base, self.processing_class, parts.held_out)
+    def _make_game(self, parts: start.GameParts, referee: Referee) -> Game:
         self.args.shots = referee.shots  # for `population.json`
         player = Player(
             generate=self._generate_rows,

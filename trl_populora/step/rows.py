@@ -15,8 +15,6 @@ from dataclasses import asdict, dataclass, field, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from trl.trainer.utils import get_callable_name
-
 from trl_populora.errors import make_printable
 from trl_populora.options import find_function
 from trl_populora.step.player import Completion, Messages
@@ -294,7 +292,7 @@ def check_arguments(function: Callable[..., Any], columns: Sequence[str]) -> Non
     parameters = inspect.signature(function).parameters.values()
     named = {each.name: each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
     given = (*ARGUMENTS, *(name for name in columns if name not in ("prompt", "completion", "completion_ids")))
-    called = get_callable_name(function)
+    called = getattr(getattr(function, "func", function), "__name__", type(function).__name__)  # of a partial, too
     absent = [f"`{name}`" for name in named if name not in given and named[name].default is inspect.Parameter.empty]
     if absent:
         raise TypeError(
