@@ -63,7 +63,10 @@ class TestScores:
         population = Population(1, 3)
         population["student_1"].mu, population["student_2"].mu = 30.0, 40.0
         rates = {"student_0@0": 0.5, "student_1@0": 0.5, "student_2@0": 0.2}
-        assert population.best_student(rates) == ("student_1", "rating among the best on held-out tasks")
+        assert population.best_student(rates) == (
+            "student_1",
+            "rating among those with the highest held-out solve rate",
+        )
 
 
 def by_hash(task: str, *sample) -> bool:

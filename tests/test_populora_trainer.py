@@ -612,9 +612,8 @@ class TestRefusals:
         with pytest.raises(ValueError, match=message):
             make_trainer(train_dataset=Dataset.from_list(records))
 
-    def test_dataset_of_prompts(self, make_trainer):
-        """What a GRPO script passes there."""
-        with pytest.raises(ValueError, match=r"`train_dataset` holds prompts.*unset for the built-in tasks"):
+    def test_teachers_with_a_dataset_of_prompts(self, make_trainer):
+        with pytest.raises(ValueError, match=r"`teachers=2` with a dataset of prompts: .* nobody knows the answer"):
             make_trainer(train_dataset=Dataset.from_dict({"prompt": ["What is 1 + 1?"]}))
 
     def test_dataset_of_another_type(self, make_trainer):

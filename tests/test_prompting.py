@@ -293,7 +293,7 @@ def saved(roomy_base, tmp_path):
 @pytest.mark.parametrize(
     ("template", "settings", "message"),
     [
-        (None, {}, "has no chat template, and tasks are posed as conversations in every `prompt_style`"),
+        (None, {}, "has no chat template, and prompts are conversations here"),
         (
             NO_ASSISTANT,
             {},

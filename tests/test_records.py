@@ -33,8 +33,7 @@ def test_rollouts_tell_a_member_from_its_successor_and_its_opponent(tmp_path):
             ("teacher", "teacher_1", 1),
         )
     ]
-    game = SimpleNamespace(population=population, player=SimpleNamespace(rank=0, world=1))
-    table = pq.read_table(write_rollouts(str(tmp_path), 4, game, rows, [0.0] * 4, [0.0] * 4)).to_pydict()
+    table = pq.read_table(write_rollouts(str(tmp_path), 4, (0, 1), population, rows, [0.0] * 4, [0.0] * 4)).to_pydict()
     assert table["version"] == [1, 1, 0, 0]
     assert table["opponent"] == ["teacher_0", "teacher_1", "student_0", "student_0"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trl_populora.step.rows import check_arguments, student_reward, teacher_reward
+from trl_populora.step.rows import Row, check_arguments, student_reward, teacher_reward
 
 
 def right(completions, answer, solution, level=1, **columns):
@@ -21,10 +21,10 @@ def fitting(prompts, completions, *, completion_ids=None, solve_rate, **columns)
 
 def test_a_reward_function_for_other_columns_is_refused_by_name():
     with pytest.raises(
-        TypeError, match=r"`right` asks for `answer`, `solution`\. .* these do: prompts, .* pay, program\.$"
+        TypeError, match=r"`right` asks for `answer`, `solution`, which nothing gives\. .*prompts, .* pay, program\.$"
     ):
-        check_arguments(right)
+        check_arguments(right, Row.COLUMNS)
     with pytest.raises(TypeError, match=r"`brief` is called with more .*`\*\*columns`"):
-        check_arguments(brief)
+        check_arguments(brief, Row.COLUMNS)
     for function in (fitting, teacher_reward, student_reward):
-        check_arguments(function)
+        check_arguments(function, Row.COLUMNS)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import trl_populora
-from trl_populora.config import PopuLoRAConfig
+from trl_populora.config import GAME_DEFAULTS, PopuLoRAConfig
 from trl_populora.population.evolution import Breeding
 from trl_populora.sandbox.jobs import Limits
 from trl_populora.sandbox.pool import SandboxSettings
@@ -62,7 +62,7 @@ def test_a_function_that_takes_anything_is_found():
 
 @pytest.mark.parametrize("room", [KindSettings, Breeding, Scoring, SandboxSettings])
 def test_the_defaults_of_a_room_are_the_options(room):
-    options = {each.name: each.default for each in fields(PopuLoRAConfig)}
+    options = {each.name: each.default for each in fields(PopuLoRAConfig)} | GAME_DEFAULTS
     for each in fields(room):
         if each.name not in ("seed", "roles") and each.default is not MISSING:
             assert options[each.name] == each.default, each.name

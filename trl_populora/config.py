@@ -1,10 +1,15 @@
 """Every setting of a run.
 
+There are two sorts of run. In the *game* teachers propose tasks. In a *dataset run* all members train on the prompts
+of a dataset. The dataset decides which it is, and the trainer knows the dataset, so a config is settled twice: for the
+game when it is made, and for a dataset run by [`settle_for_prompts`].
+
 In the order of reading:
 
 1. `PopuLoRAConfig`: the options, and the checks of each option and of options together.
-2. `StepSize`: how many rows a step has, and whether groups, processes and micro-batches divide them.
-3. `MemberConfig`: what a command line says about base and adapters.
+2. `settle_for_prompts`: what a dataset run takes from a config, and from TRL's own `GRPOConfig`.
+3. `StepSize`: how many rows a step has, and whether groups, processes and micro-batches divide them.
+4. `MemberConfig`: what a command line says about base and adapters.
 
 "paper" is PopuLoRA (arXiv 2605.16727), "AZR" is Absolute Zero Reasoner (arXiv 2505.03335).
 """
@@ -15,8 +20,8 @@ import inspect
 import math
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import Field, dataclass, field, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -53,6 +58,29 @@ BOUNDS = {
     "<= 1": "top_p min_p vllm_gpu_memory_utilization",
 }
 
+# Options that are `None` until it is known which sort of run it is, with their values in the game. In a dataset run
+# those of TRL have TRL's defaults.
+GAME_DEFAULTS = {
+    "max_steps": 200,
+    "learning_rate": 1e-5,
+    "lr_scheduler_type": "constant",
+    "logging_steps": 1,
+    "max_completion_length": 2048,
+    "router_aux_loss_coef": 0.0,
+    "teachers": 4,
+    "evolve_every": Breeding.evolve_every,
+}
+PROMPT_DEFAULTS = {"router_aux_loss_coef": 0.0, "teachers": 0, "evolve_every": 0}
+PROMPT_STREAMS = ("shared", "own")
+
+# Options of this package that a dataset run has, too. All others belong to the game.
+_SHARED_OPTIONS = {
+    *("teachers", "students", "warm_start", "attempts_per_task", "member_prompts"),
+    *("evolve_every", "evolve_burn_in", "cull_fraction", "crossover_rate", "tournament_size"),
+    *("mutations", "crossovers", "mutation_strength"),
+    *("generation_tokens", "vllm_engine_kwargs", "vllm_adapter_dir", "save_rollouts"),
+}
+
 
 def _option(default: Any, text: str) -> Any:
     """Makes an inherited field with another default. The text is its line of `--help`."""
@@ -76,14 +104,21 @@ class PopuLoRAConfig(GRPOConfig):
     r"""
     Configuration of [`PopuLoRATrainer`].
 
-    It has all options of [`~trl.GRPOConfig`]. The batch follows from the population: with teachers and without
-    `replay` one population step has `teachers * proposals_per_teacher * (1 + attempts_per_task)` rows. So the config
-    derives `generation_batch_size`, `steps_per_generation` and `gradient_accumulation_steps`; leave them unset. Choose
-    only `per_device_train_batch_size`: times the number of processes it must divide the number of rows.
+    It has all options of [`~trl.GRPOConfig`]. If `train_dataset` has a column `prompt`, it is a *dataset run*: these
+    options mean what they mean in TRL, for each member, and those left alone have TRL's defaults. `students`,
+    `member_prompts` and the options of evolution and generation are all that this class adds there.
+
+    Everything else is the *game*, and there the batch follows from the population: with teachers and without `replay`
+    one population step has `teachers * proposals_per_teacher * (1 + attempts_per_task)` rows. So the config derives
+    `generation_batch_size`, `steps_per_generation` and `gradient_accumulation_steps`; leave them unset. Choose only
+    `per_device_train_batch_size`: times the number of processes it must divide the number of rows.
 
     Args:
-        teachers, students: Number of adapters of each role (paper: 4). With `teachers=0` all students attempt the same
+        teachers, students: Number of adapters of each role. When `teachers` is `None`, 4 in the game (paper) and none
+            in a dataset run. With `teachers=0` and a dataset of tasks all students attempt the same
             `proposals_per_teacher` given tasks in a step, and no others (`docs/guides/curriculum.md`).
+        member_prompts: Which prompts of a dataset the members train on. `"shared"`: all on the same ones, so that
+            they can be compared. `"own"`: each on a stream of its own, in an order of its own.
         single_agent: One adapter plays both roles (AZR); `teachers` and `students` become 1. A step then has the rows
             of one match.
         warm_start: Directory or Hub name of a saved population to start from, with the same base and adapter shape and
@@ -145,8 +180,8 @@ class PopuLoRAConfig(GRPOConfig):
         sandbox_allow_weak: Train although this host offers no kernel confinement. Only for hosts that hold nothing of
             value.
 
-        evolve_every: Optimizer steps between two evolution events (paper, second hand: 10). `0` switches evolution
-            off.
+        evolve_every: Optimizer steps between two evolution events. `0` switches evolution off. When `None`, 10 in the
+            game (paper, second hand) and 0 in a dataset run.
         evolve_burn_in: Matches that a member must have played before it may be replaced.
         cull_fraction: Share of each role that an event may replace, but at least one member; `0` replaces nobody
             (paper, second hand).
@@ -189,18 +224,32 @@ class PopuLoRAConfig(GRPOConfig):
     _argument_group_name = "Training: the options of TRL and transformers, then those of a population"
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs", "prompt_texts"]  # may be given as JSON
 
-    # Defaults that differ from GRPOConfig.
-    max_steps: int = _option(200, "Optimizer steps; `num_iterations` of them are a population step (paper: 200).")
-    learning_rate: float = _option(1e-5, "AZR's 1e-6 for full weights, times 10 for LoRA.")
-    lr_scheduler_type: str = _option("constant", "AZR: constant; children need it flat.")
-    logging_steps: float = _option(1, "Optimizer steps from one log to the next.")
-    max_completion_length: int | None = _option(2048, "Tokens per proposal or attempt.")
-    num_generations: int | None = _option(None, "Another name for `attempts_per_task`.")
-    router_aux_loss_coef: float | None = _option(0.0, "Must be 0: this loss would couple members.")
+    # Defaults that differ from GRPOConfig's. `None` stands for a value of `GAME_DEFAULTS` or `PROMPT_DEFAULTS`, or for
+    # TRL's default.
+    max_steps: int = _option(
+        None,
+        "Optimizer steps. When None, 200 in the game, where `num_iterations` of them are a population step (paper: "
+        "200); in a dataset run `num_train_epochs` counts.",
+    )
+    learning_rate: float = _option(
+        None, "When None, 1e-5 in the game (AZR's 1e-6 for full weights, times 10 for LoRA), else TRL's 1e-6."
+    )
+    lr_scheduler_type: str = _option(
+        None, "When None, 'constant' in the game (AZR: constant; children need it flat), else TRL's 'linear'."
+    )
+    logging_steps: float = _option(
+        None, "Optimizer steps from one log to the next. When None, 1 in the game, else TRL's 10."
+    )
+    max_completion_length: int | None = _option(
+        None, "Tokens per proposal or attempt. When None, 2048 in the game, else TRL's 512."
+    )
+    num_generations: int | None = _option(None, "Another name for `attempts_per_task`. When None, 8.")
+    router_aux_loss_coef: float | None = _option(None, "Must be 0, which None means: this loss would couple members.")
 
     # Population
-    teachers: int = 4
+    teachers: int = None  # type: ignore[assignment]  # a number once the config is settled
     students: int = 4
+    member_prompts: str = "shared"
     single_agent: bool = False
     warm_start: dict[str, Any] | str | None = None
 
@@ -242,7 +291,7 @@ class PopuLoRAConfig(GRPOConfig):
     sandbox_allow_weak: bool = SandboxSettings.sandbox_allow_weak
 
     # Evolution
-    evolve_every: int = Breeding.evolve_every
+    evolve_every: int = None  # type: ignore[assignment]  # a number once the config is settled
     evolve_burn_in: int = Breeding.evolve_burn_in
     cull_fraction: float = Breeding.cull_fraction
     crossover_rate: float = Breeding.crossover_rate
@@ -264,6 +313,29 @@ class PopuLoRAConfig(GRPOConfig):
     own_metrics: list[str] | None = None
 
     def __post_init__(self):
+        self._given = dict(vars(self))  # what `for_prompts` starts from
+        self._no_game: ValueError | None = None
+        try:
+            self._settle_for_game()
+        except ValueError as error:
+            # It may be the config of a dataset run, which the trainer will know.
+            if self._list_game_options() or not self._fits_prompts():
+                raise
+            self._no_game = error
+
+    def _fits_prompts(self) -> bool:
+        """Says whether these settings make a dataset run."""
+        try:
+            self.for_prompts()
+        except ValueError:
+            return False
+        return True
+
+    def _settle_for_game(self) -> None:
+        """Checks all settings, and derives those that follow from the population."""
+        for name, value in GAME_DEFAULTS.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
         # Types and bounds come first: everything below computes with the numbers.
         self._check_numbers()
         if self.single_agent:
@@ -273,8 +345,29 @@ class PopuLoRAConfig(GRPOConfig):
             self.teachers = self.students = 1
         self._check_rooms()
         self._check_population()
-        self._check_choices()
+        self._check_choices(("group", "none", True, False))
+        self._check_game()
         self._check_rewards()
+        self._derive_game_batch()
+        # TRL checks that `num_generations_eval` divides the evaluation batch. Here this batch may have any size, which
+        # 1 divides.
+        self.num_generations_eval = 1
+        self._settle_with_trl()
+        check_texts(self.prompt_texts or {})
+        self.num_generations_eval = self.eval_attempts
+
+    def _check_game(self) -> None:
+        """Refuses what only a dataset run has."""
+        if self.max_steps <= 0:
+            raise ValueError(
+                f"`max_steps` must be positive, got {self.max_steps}: a population trains for a number of steps, and "
+                "counts no epochs."
+            )
+        if self.member_prompts != PROMPT_STREAMS[0]:
+            raise ValueError(f"`member_prompts={self.member_prompts}` needs a `train_dataset` with a column `prompt`.")
+
+    def _derive_game_batch(self) -> None:
+        """Derives the numbers of rows and micro-batches of a step of the game."""
         # What follows from the population is derived. A value that is neither the default nor the derived one is
         # refused, and `steps_per_generation` with any value.
         rows = self.rows_per_step
@@ -289,8 +382,6 @@ class PopuLoRAConfig(GRPOConfig):
                 f"`num_generations_eval={self.num_generations_eval}` and `eval_attempts={self.eval_attempts}` are the "
                 "same thing here. Set only `eval_attempts`."
             )
-        if self.ddp_find_unused_parameters is None:
-            self.ddp_find_unused_parameters = False  # no parameter is unused: every member is in every backward
         self.generation_batch_size = rows
         wanted_accumulation = self.gradient_accumulation_steps
         self.gradient_accumulation_steps = self.micro_batches(_count_processes())
@@ -299,14 +390,124 @@ class PopuLoRAConfig(GRPOConfig):
                 f"`gradient_accumulation_steps={wanted_accumulation}`: an optimizer step takes all rows of a step, so "
                 f"it must be {self.gradient_accumulation_steps} here. Leave it unset; it is derived."
             )
+
+    def _settle_with_trl(self) -> None:
+        """Lets TRL check and derive the rest."""
+        if self.ddp_find_unused_parameters is None:
+            self.ddp_find_unused_parameters = False  # no parameter is unused: every member is in every backward
         if self.bf16 is None and not torch.accelerator.is_available():  # type: ignore[has-type]
             self.bf16 = False  # TRL's default is True, which transformers refuses on a machine without accelerator
-        # TRL checks that `num_generations_eval` divides the evaluation batch. Here this batch may have any size, which
-        # 1 divides.
-        self.num_generations_eval = 1
         super().__post_init__()
-        check_texts(self.prompt_texts or {})
-        self.num_generations_eval = self.eval_attempts
+
+    def _list_game_options(self) -> list[str]:
+        """Lists the options that only the game has, and that differ from their defaults."""
+        inherited = {each.name for each in fields(GRPOConfig)}
+        own = [each for each in fields(self) if each.name not in inherited | _SHARED_OPTIONS]
+        defaults = {
+            each.name: each.default_factory() if each.default is MISSING else each.default  # type: ignore[misc]
+            for each in own
+        }
+        return [name for name, default in defaults.items() if self._given[name] != default] + (
+            ["teachers"] if self._given["teachers"] else []
+        )
+
+    def for_game(self) -> PopuLoRAConfig:
+        """
+        Returns the config of a game.
+
+        Raises:
+            `ValueError`: If these settings do not make one.
+        """
+        if self._no_game is not None:
+            raise self._no_game
+        return self
+
+    def for_prompts(self) -> PopuLoRAConfig:
+        """
+        Returns the config of a dataset run that has the settings given here.
+
+        Raises:
+            `ValueError`: If these settings do not make one.
+        """
+        settled = object.__new__(type(self))
+        vars(settled).update(self._given, _given=self._given, _no_game=None)
+        settled._settle_for_prompts()
+        return settled
+
+    def _settle_for_prompts(self) -> None:
+        """Checks the settings of a dataset run, and multiplies TRL's numbers of rows by the number of members."""
+        if self._given["teachers"]:
+            raise ValueError(
+                f"`teachers={self.teachers}` with a dataset of prompts: a teacher would vary prompts, and nobody "
+                "knows the answer of a variation. Set `teachers` to 0, or give a dataset of programs and name "
+                "`task_kinds`, whose tasks a sandbox can check."
+            )
+        if names := self._list_game_options():
+            told = ", ".join(f"`{name}={self._given[name]!r:.80}`" for name in names)
+            raise ValueError(f"{told}: only the game has this, and `train_dataset` has prompts. Leave it out.")
+        trl_defaults = {each.name: each.default for each in fields(GRPOConfig)}
+        for name in GAME_DEFAULTS:
+            if getattr(self, name) is None:
+                setattr(self, name, PROMPT_DEFAULTS.get(name, trl_defaults.get(name)))
+        self._check_numbers()
+        self.build(Breeding, roles=("student",))
+        self._check_choices(("group", "batch", "none", True, False))
+        if self.member_prompts == "own" and self.evolve_every:
+            raise ValueError(
+                f"`evolve_every={self.evolve_every}` with `member_prompts='own'`: members with prompts of their own "
+                "cannot be compared, so they have no rating to select by. Set `evolve_every` to 0, or share prompts."
+            )
+        self._multiply_by_members()
+        self._settle_with_trl()
+        if self.evolve_every % self.optimizer_steps_per_generation:
+            raise ValueError(
+                f"`evolve_every={self.evolve_every}` must be a multiple of the {self.optimizer_steps_per_generation} "
+                "optimizer steps of a generation, or a child would be trained on the rows of the member it replaced."
+            )
+
+    def _multiply_by_members(self) -> None:
+        """
+        Makes a generation and an optimizer step hold the rows of all members, each as many as TRL would take.
+
+        A micro-batch keeps `per_device_train_batch_size` rows.
+
+        Raises:
+            `ValueError`: If TRL would refuse the numbers, or if an optimizer step is no whole part of a generation or
+                the other way round.
+        """
+        size, accumulation = self.per_device_train_batch_size * _count_processes(), self.gradient_accumulation_steps
+        rows = self.generation_batch_size
+        if rows is not None and self.steps_per_generation is not None:
+            raise ValueError(
+                f"`generation_batch_size={rows}` and `steps_per_generation={self.steps_per_generation}` say the same "
+                "thing. Set one."
+            )
+        if rows is not None and rows % size:
+            raise ValueError(
+                f"`generation_batch_size={rows}` must be a multiple of {size}: `per_device_train_batch_size` times "
+                "the number of processes."
+            )
+        micro_batches = self.steps_per_generation or (accumulation if rows is None else rows // size)
+        if micro_batches * size % self.num_generations:
+            raise ValueError(
+                f"A generation has {micro_batches * size} rows of each member (`per_device_train_batch_size` times "
+                f"the number of processes times {micro_batches}), which `num_generations={self.num_generations}` does "
+                f"not divide. `num_generations={math.gcd(micro_batches * size, self.num_generations)}` would."
+            )
+        if micro_batches % accumulation and accumulation % micro_batches:
+            raise ValueError(
+                f"A generation has {micro_batches} micro-batches of each member and an optimizer step has "
+                f"{accumulation} (`gradient_accumulation_steps`). One must be a multiple of the other, because rows "
+                "of a generation are dealt to its optimizer steps."
+            )
+        self.gradient_accumulation_steps = accumulation * self.students
+        self.steps_per_generation, self.generation_batch_size = micro_batches * self.students, None
+
+    @property
+    def optimizer_steps_per_generation(self) -> int:
+        """Optimizer steps from one generation to the next, at least 1."""
+        assert self.steps_per_generation is not None, "TRL sets it"
+        return max(1, self.steps_per_generation // self.gradient_accumulation_steps) * self.num_iterations
 
     def to_dict(self):
         # Trackers get this. transformers hides settings that are tokens, but no token inside a setting that is a dict.
@@ -385,11 +586,12 @@ class PopuLoRAConfig(GRPOConfig):
             check_no_teachers(vars(self), self.__dataclass_fields__)
         self._size.check_groups(_count_processes())
 
-    def _check_choices(self):
-        """Refuses unknown names, options that couple members, `beta` with `teacher_beta`, and `max_steps` below 1."""
-        choices = {
+    def _check_choices(self, scales: Sequence[str | bool]):
+        """Refuses unknown names, options that couple members, and `beta` with `teacher_beta`."""
+        choices: dict[str, Iterable[object]] = {
             "loss_type": LOSS_NORMALISERS,
-            "scale_rewards": ("group", "none", True, False),
+            "scale_rewards": scales,
+            "member_prompts": PROMPT_STREAMS,
         }
         check_choices(self, choices)
         check_names(self.task_kinds)
@@ -401,11 +603,6 @@ class PopuLoRAConfig(GRPOConfig):
                 )
         if self.teacher_beta and self.beta:
             raise ValueError(f"`teacher_beta={self.teacher_beta}` is for teachers alone: leave `beta` at 0.")
-        if self.max_steps <= 0:
-            raise ValueError(
-                f"`max_steps` must be positive, got {self.max_steps}: a population trains for a number of steps, and "
-                "counts no epochs."
-            )
 
     def _check_rewards(self):
         """Refuses rules that do not exist, and numbers that a user's own rule would not read."""
@@ -431,6 +628,35 @@ class PopuLoRAConfig(GRPOConfig):
             `ValueError`: If the rows of a step do not divide evenly; the message names sizes that do.
         """
         return self._size.count_micro_batches(world)
+
+
+def settle_for_prompts(args: GRPOConfig) -> PopuLoRAConfig:
+    """
+    Returns the config of a dataset run.
+
+    Args:
+        args: A [`PopuLoRAConfig`], or TRL's own config: its values stay, and the options of a population have their
+            defaults.
+
+    Raises:
+        `ValueError`: If these settings do not make a dataset run.
+    """
+    if isinstance(args, PopuLoRAConfig):
+        return args.for_prompts()
+    given = {each.name: getattr(args, each.name) for each in fields(args) if each.init}
+    known = {each.name: each for each in fields(PopuLoRAConfig)}
+    settled = object.__new__(PopuLoRAConfig)
+    own = {
+        name: each.default_factory() if each.default is MISSING else each.default  # type: ignore[misc]
+        for name, each in known.items()
+        if name not in given and each.init
+    }
+    # TRL has derived one from the other, and would refuse both.
+    given["generation_batch_size"] = None
+    vars(settled).update(own, **{name: value for name, value in given.items() if name in known})
+    vars(settled).update(_given=dict(vars(settled)), _no_game=None)
+    settled._settle_for_prompts()
+    return settled
 
 
 def _count_processes() -> int:

@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from trl import GRPOConfig
 from trl.trainer.utils import create_model_from_path
 
 from trl_populora.assets import resolve_model_path
-from trl_populora.config import PopuLoRAConfig
+from trl_populora.config import PopuLoRAConfig, settle_for_prompts
 from trl_populora.evaluate.held_out import HeldOut, list_given_tables, load_held_out
 from trl_populora.generate.checks import check_engine_arguments, check_vllm
 from trl_populora.lora.checks import check_is_base, is_quantised
@@ -54,12 +55,13 @@ from trl_populora.step.pay import NEED_FEATURES, Rules, choose_student_reward, c
 from trl_populora.step.play import Game
 from trl_populora.step.player import Messages, Player
 from trl_populora.step.referee import Referee
-from trl_populora.step.rows import Played, check_arguments, find_metrics, student_reward, teacher_reward
+from trl_populora.step.rows import Played, Row, check_arguments, find_metrics, student_reward, teacher_reward
 from trl_populora.tasks import resolve_kind
 from trl_populora.tasks.archive import TaskArchive
-from trl_populora.tasks.dataset import check_archive
+from trl_populora.tasks.dataset import build_archive, check_archive
 from trl_populora.tasks.features import STEPS, Features, check_features
 from trl_populora.tasks.kind import KindSettings, Task, TaskKind, find_control_text, find_control_texts
+from trl_populora.tasks.prompts import MEMBER, check_table, expand_by_member, has_prompts
 from trl_populora.tasks.python.kinds import CodeF, CodeKind
 
 
@@ -67,10 +69,29 @@ logger = logging.getLogger(__name__)
 
 FEW_PARAMETERS = 10**9  # a base below this size learns a format better from solved examples than from a description
 SHOTS = 3  # solved examples for such a base
+TRL_RATE = next(each.default for each in fields(GRPOConfig) if each.name == "learning_rate")
+
+
+def settle(args: Any, train_dataset: Any) -> PopuLoRAConfig:
+    """
+    Returns the settings of the run that a dataset makes: of a dataset run if it has prompts, else of the game.
+
+    Args:
+        args: What the trainer was given. A dataset run also takes TRL's own config.
+        train_dataset: What the trainer was given.
+
+    Raises:
+        `TypeError`: If `args` has another type.
+        `ValueError`: If the settings do not make such a run, or if the dataset has neither prompts nor programs.
+    """
+    prompts = has_prompts(train_dataset)
+    if not isinstance(args, GRPOConfig if prompts else PopuLoRAConfig):
+        raise TypeError(f"`args` must be a `PopuLoRAConfig` (it extends `GRPOConfig`), got `{type(args).__name__}`.")
+    return settle_for_prompts(args) if prompts else args.for_game()
 
 
 def check_setup(
-    args: Any, unsupported: Mapping[str, Any], model: str | PreTrainedModel, lora_config: LoraConfig
+    args: PopuLoRAConfig, unsupported: Mapping[str, Any], model: str | PreTrainedModel, lora_config: LoraConfig
 ) -> None:
     """
     Refuses what cannot be used, before anything is loaded.
@@ -82,7 +103,7 @@ def check_setup(
         lora_config: Adapter of every member.
 
     Raises:
-        `TypeError`: If `args` has another type, or an argument is unknown.
+        `TypeError`: If an argument is unknown.
         `ValueError`: If a value cannot be used. The message names the value and the way out.
         `ImportError`: If vLLM is wanted and is not installed, or not in a version that fits.
     """
@@ -109,16 +130,14 @@ def copy_settings(args: PopuLoRAConfig) -> PopuLoRAConfig:
     return own
 
 
-def refuse_unsupported(args: Any, unsupported: Mapping[str, Any]) -> None:
+def refuse_unsupported(args: PopuLoRAConfig, unsupported: Mapping[str, Any]) -> None:
     """
     Refuses arguments that the trainer does not know, and backends that cannot train these members.
 
     Raises:
-        `TypeError`: If `args` has another class, or an argument is unknown.
+        `TypeError`: If an argument is unknown.
         `ValueError`: If an argument or a backend is not supported.
     """
-    if not isinstance(args, PopuLoRAConfig):
-        raise TypeError(f"`args` must be a `PopuLoRAConfig` (it extends `GRPOConfig`), got `{type(args).__name__}`.")
     ways_out = {
         "optimizers": "members exist once the trainer is made. Then set `trainer.optimizer` to "
         "`torch.optim.AdamW(member_param_groups(trainer.model, rates))`, with a learning rate by member and "
@@ -402,6 +421,7 @@ def load_tokenizer(
     tokenizer: PreTrainedTokenizerBase | None,
     args: PopuLoRAConfig,
     template: str | None = None,
+    converses: bool = True,
 ) -> PreTrainedTokenizerBase:
     """
     Loads the base's tokenizer, unless one is given.
@@ -411,9 +431,10 @@ def load_tokenizer(
         tokenizer: The tokenizer to check in place of the base's.
         args: Settings of the run.
         template: A chat template in place of the base's.
+        converses: Whether prompts are conversations.
 
     Raises:
-        `ValueError`: If the tokenizer has no chat template: prompts are conversations.
+        `ValueError`: If prompts are conversations and the tokenizer has no chat template.
     """
     name = model.config.name_or_path
     if tokenizer is None:
@@ -426,11 +447,11 @@ def load_tokenizer(
         )
     if template is not None:
         tokenizer.chat_template = template
-    if not getattr(tokenizer, "chat_template", None):
+    if converses and not getattr(tokenizer, "chat_template", None):
         raise ValueError(
-            f"The tokenizer for {name!r} has no chat template, and tasks are posed as conversations in every "
-            "`prompt_style`. Pass `processing_class=` with `chat_template` set (any ChatML template works), save such "
-            "a tokenizer beside the model, or start from an instruction-tuned base."
+            f"The tokenizer for {name!r} has no chat template, and prompts are conversations here (in the game they "
+            "always are, in every `prompt_style`). Pass `processing_class=` with `chat_template` set (any ChatML "
+            "template works), save such a tokenizer beside the model, or start from an instruction-tuned base."
         )
     return tokenizer
 
@@ -485,6 +506,16 @@ def is_zero3(args: PopuLoRAConfig) -> bool:
 # What TRL's trainer is given.
 
 
+@dataclass(frozen=True)
+class TRLInputs:
+    """What TRL's constructor gets of datasets and reward functions, named as its arguments."""
+
+    reward_funcs: list
+    train_dataset: Dataset
+    eval_dataset: Dataset | dict[str, Dataset] | None
+    reward_processing_classes: list | None
+
+
 @contextmanager
 def replace_attributes(owner: Any, **values: Any) -> Iterator[None]:
     """Gives attributes of an object other values inside the block."""
@@ -497,6 +528,68 @@ def replace_attributes(owner: Any, **values: Any) -> Iterator[None]:
         for name in values:
             del vars(owner)[name]
         vars(owner).update(given)
+
+
+def make_game_inputs(args: PopuLoRAConfig, extra: Any, processors: Any, evaluates: bool) -> TRLInputs:
+    """
+    Makes what TRL's constructor gets in the game.
+
+    Args:
+        args: Settings of the run.
+        extra: The user's reward functions.
+        processors: Tokenizers of the user's reward models.
+        evaluates: Whether there are held-out tasks.
+    """
+    placeholder = make_placeholder_dataset(args)
+    return TRLInputs(
+        list_reward_functions(args, extra),
+        placeholder,
+        placeholder if evaluates else None,
+        _pad_processors(processors),
+    )
+
+
+def make_prompt_inputs(
+    args: PopuLoRAConfig, train_dataset: Dataset, eval_dataset: Any, reward_funcs: Any, processors: Any
+) -> TRLInputs:
+    """
+    Checks the user's tables and reward functions, and makes what TRL's constructor gets in a dataset run.
+
+    Raises:
+        `TypeError`: If a table or a reward function cannot be used.
+        `ValueError`: If a table cannot be used, or if there is no reward function.
+    """
+    check_table(train_dataset, "train_dataset")
+    tables = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
+    for name, table in tables.items():
+        if table is not None:
+            check_table(table, f"eval_dataset[{name!r}]" if name else "eval_dataset")
+    functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+    if reward_funcs is None or not functions:
+        raise ValueError("A dataset of prompts needs `reward_funcs`: at least one function, in TRL's signature.")
+    for function in functions:
+        if not isinstance(function, (str, PreTrainedModel)):
+            check_arguments(function, (*train_dataset.column_names, MEMBER))
+    if args.learning_rate == TRL_RATE and args.process_index == 0:
+        logger.warning(
+            "`learning_rate` is TRL's default, %g, which is for all weights. LoRA adapters want about ten times as "
+            "much.",
+            TRL_RATE,
+        )
+    members = Population(args.teachers, args.students).adapters
+    return TRLInputs(
+        reward_funcs=list(functions),
+        train_dataset=expand_by_member(train_dataset, members),
+        eval_dataset=expand_tables(eval_dataset, members),
+        reward_processing_classes=processors,
+    )
+
+
+def expand_tables(tables: Any, members: Sequence[str]) -> Any:
+    """Expands one table, or several by name, for the members (see [`expand_by_member`]). `None` stays `None`."""
+    if isinstance(tables, dict):
+        return {name: expand_by_member(table, members) for name, table in tables.items()}
+    return None if tables is None else expand_by_member(tables, members)
 
 
 def make_placeholder_dataset(args: PopuLoRAConfig) -> Dataset:
@@ -526,7 +619,7 @@ def list_reward_functions(args: PopuLoRAConfig, extra: Any) -> list:
     extra = [] if extra is None else extra if isinstance(extra, list) else [extra]
     for function in extra:
         if not isinstance(function, (str, PreTrainedModel)):
-            check_arguments(function)
+            check_arguments(function, Row.COLUMNS)
     # Any other number of weights is left to TRL. It refuses all but one weight per function, built-in ones included.
     if args.reward_weights is not None and len(args.reward_weights) == len(extra):
         args.reward_weights = [1.0, 1.0, *args.reward_weights]
@@ -547,7 +640,7 @@ def check_reward_names(names: Sequence[str]) -> None:
         )
 
 
-def list_reward_processors(given: Any) -> list | None:
+def _pad_processors(given: Any) -> list | None:
     """Lists the tokenizers of reward models in TRL's order. The two built-in rewards are functions and need none."""
     if given is None:
         return None
@@ -563,6 +656,35 @@ def choose_learning_rates(args: PopuLoRAConfig, population: Population) -> dict[
 
 
 # The game.
+
+
+@dataclass(frozen=True)
+class GameParts:
+    """
+    What a game is made of before a model is loaded.
+
+    Args:
+        kinds: The kinds of task by name.
+        rules: What is paid.
+        archive: The tasks to start from.
+        references: Archived tasks that a proposing teacher is shown; `None` where nobody proposes.
+        held_out: Tasks of `eval_dataset`; `None` without any.
+    """
+
+    kinds: Mapping[str, TaskKind]
+    rules: Rules
+    archive: TaskArchive
+    references: int | None
+    held_out: HeldOut | None
+
+
+def make_parts(args: PopuLoRAConfig, train_dataset: Any, eval_dataset: Any) -> GameParts:
+    """Makes the parts of a game, and checks the given tasks as far as that needs no model and no sandbox."""
+    kinds = make_kinds(args)
+    rules = make_rules(args, kinds)
+    references = args.references_per_proposal if args.teachers else None
+    archive = build_archive(train_dataset, kinds, args.prompt_style, args.archive_size, references)
+    return GameParts(kinds, rules, archive, references, load_held_out(eval_dataset, kinds, archive, args))
 
 
 def make_sandbox(args: PopuLoRAConfig) -> Sandbox:
@@ -629,15 +751,18 @@ def make_game(
     )
 
 
-def make_callbacks(describe: Callable[[], dict[str, Any]], played: Callable[[], Played]) -> list[TrainerCallback]:
+def make_callbacks(
+    describe: Callable[[], dict[str, Any]], played: Callable[[], Played], plays: bool
+) -> list[TrainerCallback]:
     """
     Makes the callbacks that record a run and report on it.
 
     Args:
         describe: Returns the contents of `population.json`.
         played: Returns the last step.
+        plays: Whether it is a game. A dataset run has no proposals to warn of.
     """
-    return [Records(describe), Alarms(played, alert), TrackerTables(describe)]
+    return [Records(describe), *([Alarms(played, alert)] if plays else ()), TrackerTables(describe)]
 
 
 # Checks that need the parts: given tasks are true, and prompts fit into the context.

@@ -23,13 +23,14 @@ from accelerate.utils import gather_object, set_seed
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
-from trl import GRPOTrainer
+from trl import GRPOTrainer, is_conversational
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
+from trl.trainer.utils import RepeatSampler
 
 from trl_populora import start
 from trl_populora.config import PopuLoRAConfig
-from trl_populora.evaluate.held_out import list_given_tables, load_held_out
+from trl_populora.evaluate.held_out import HeldOut, list_given_tables
 from trl_populora.files import remove_empty_directories
 from trl_populora.generate import transformers as decoding
 from trl_populora.generate.player import (
@@ -47,8 +48,9 @@ from trl_populora.lora.checks import is_quantised
 from trl_populora.lora.layers import BASE, BASE_NAME, Router, add_members
 from trl_populora.population.evolution import EvolutionCallback
 from trl_populora.population.members import PRIOR_MU, PRIOR_SIGMA, Population
+from trl_populora.population.ratings import rate_by_rewards
 from trl_populora.run import checkpoint, directory, records
-from trl_populora.run.callbacks import PhaseClock, StopAtSignals, use_step_line
+from trl_populora.run.callbacks import PHASES, PROMPT_PHASES, PhaseClock, StopAtSignals, use_step_line
 from trl_populora.run.read import read_population
 from trl_populora.run.saved_population import Shape, describe
 from trl_populora.step import microbatch
@@ -56,9 +58,11 @@ from trl_populora.step.advantages import LOSS_NORMALISERS, Scorer, Scoring, aver
 from trl_populora.step.microbatch import LossMetrics
 from trl_populora.step.play import Game, play_step
 from trl_populora.step.player import Completion, Messages, Player
-from trl_populora.step.referee import count_free_tokens, trained_context
+from trl_populora.step.prompts import MemberScores, PromptRow, PromptScorer, measure_members
+from trl_populora.step.referee import Referee, count_free_tokens, trained_context
 from trl_populora.step.rows import LOG_METRIC, Played, name_own_metrics
-from trl_populora.tasks.dataset import build_archive
+from trl_populora.tasks.archive import TaskArchive
+from trl_populora.tasks.prompts import MEMBER, MemberSampler, check_table, expand_by_member, has_prompts
 
 
 logger = logging.getLogger(__name__)
@@ -128,6 +132,10 @@ class PopuLoRATrainer(HubTrainer):
 
     # What one method leaves for another.
     evolution: EvolutionCallback | None = None
+    game: Game | None = None  # of teachers and students; `None` in a dataset run
+    held_out: HeldOut | None = None  # tasks of the game's `eval_dataset`
+    scores: MemberScores | None = None  # of a dataset run
+    _asked: list[dict[str, Any]]  # the rows of the dataset that TRL's loop has given last
     _closed = False
     _resumed: checkpoint.RankState | None = None  # loaded with a checkpoint, until its loss is added
     _best_step: int | None = None  # optimizer steps of the best members, once they are loaded at the end
@@ -147,20 +155,25 @@ class PopuLoRATrainer(HubTrainer):
         peft_config: LoraConfig | None = None,
         **unsupported: Any,
     ):
-        args = PopuLoRAConfig("populora") if args is None else args
+        args = start.settle(PopuLoRAConfig("populora") if args is None else args, train_dataset)
         lora_config = peft_config or start.make_default_lora()
         start.check_setup(args, unsupported, model, lora_config)
         args = start.copy_settings(args)
-        args.prompt_style = start.choose_style(args.prompt_style, model, args.model_init_kwargs)
-        kinds = start.make_kinds(args)
-        rules = start.make_rules(args, kinds)
-        references = args.references_per_proposal if args.teachers else None
-        archive = build_archive(train_dataset, kinds, args.prompt_style, args.archive_size, references)
-        held_out = load_held_out(eval_dataset, kinds, archive, args)
+        parts = None  # of the game; a dataset run has none
+        if has_prompts(train_dataset):
+            inputs = start.make_prompt_inputs(
+                args, train_dataset, eval_dataset, reward_funcs, reward_processing_classes
+            )
+        else:
+            args.prompt_style = start.choose_style(args.prompt_style, model, args.model_init_kwargs)
+            parts = start.make_parts(args, train_dataset, eval_dataset)
+            evaluates = parts.held_out is not None
+            inputs = start.make_game_inputs(args, reward_funcs, reward_processing_classes, evaluates)
+        self._converses = parts is not None or is_conversational(inputs.train_dataset[0])
 
         set_seed(args.seed)
         base = start.load_base(model, args, quantization_config)
-        tokenizer = start.load_tokenizer(base, processing_class, args)
+        tokenizer = start.load_tokenizer(base, processing_class, args, converses=self._converses)
         self.population = Population(args.teachers, args.students, args.single_agent)
         # `uploads` comes before `Trainer.__init__`, which makes the repository and explains errors with it.
         self.router, self.uploads = Router(), push.Uploads(args)
@@ -172,67 +185,79 @@ class PopuLoRATrainer(HubTrainer):
         hidden = start.replace_attributes(args, beta=0.0, model_init_kwargs=None, use_vllm=False)
         completions = Path(args.output_dir, "completions" if args.log_completions else "")  # TRL's folder
         with hidden, remove_empty_directories(completions):  # a start that fails below leaves no empty folder
-            super().__init__(
-                model=members,
-                reward_funcs=start.list_reward_functions(args, reward_funcs),
-                args=args,
-                train_dataset=start.make_placeholder_dataset(args),
-                eval_dataset=None if held_out is None else start.make_placeholder_dataset(args),
-                processing_class=tokenizer,
-                reward_processing_classes=start.list_reward_processors(reward_processing_classes),
-                callbacks=callbacks,
-            )
+            super().__init__(model=members, args=args, processing_class=tokenizer, callbacks=callbacks, **vars(inputs))
         start.check_reward_names(self.reward_func_names)
         self._choose_generation(base)
-        self._choose_update(base)
+        self._choose_update(base, plays=parts is not None)
 
-        self.rollout_func, self.held_out, self.played = self._play, held_out, Played([], [])
+        self.played = Played([], [])
         name = model if isinstance(model, str) else base.config.name_or_path
         self.shape = Shape.of(members, name, (args.model_init_kwargs or {}).get("revision"))
         self.staging = checkpoint.Staging(args, self.accelerator)
         self.directory = directory.RunDirectory(args, self.accelerator)
-        referee = start.make_referee(args, kinds, base, tokenizer, held_out)
         with ExitStack() as failed:  # a start that fails below leaves no process
-            failed.callback(referee.sandbox.close)
-            args.shots = referee.shots  # for `population.json`
-            player = Player(
-                generate=self._generate_rows,
-                gather=lambda value: gather_object([value]),
-                rank=self.accelerator.process_index,
-                world=self.accelerator.num_processes,
-            )
-            self.game = start.make_game(args, self.population, archive, referee, player, rules)
-            start.check_outputs(list_given_tables(train_dataset, held_out), referee, player)
+            self._evaluated: defaultdict[str, list[float]] = defaultdict(list)
+            if parts is None:
+                self.rollout_func, self.scores = self._answer, MemberScores()
+            else:
+                self.rollout_func, self.held_out = self._play, parts.held_out
+                referee = start.make_referee(args, parts.kinds, base, tokenizer, parts.held_out)
+                failed.callback(referee.sandbox.close)
+                self.game = self._make_game(parts, referee)
+                start.check_outputs(
+                    list_given_tables(train_dataset, self.held_out), self.game.referee, self.game.player
+                )
             self._add_callbacks()
             if args.warm_start:
                 warm_start(args.warm_start, self.model_wrapped, self.population, self.shape)
             if args.use_vllm:
                 self._start_vllm()
                 failed.callback(self.vllm_generation.close)
-            context = self.vllm_generation.find_context_length() if self.use_vllm else trained_context(base)
-            longest, tokenize = args.max_completion_length, lambda prompt: self._tokenize_prompts([prompt])[0][0]
-            free_tokens = count_free_tokens(context, longest, tokenize, tokenizer)
-            start.fit_into_context(referee, archive, held_out, free_tokens, bool(args.teachers))
-            start.check_prompts(referee, archive, references, held_out, tokenizer, longest)
+            if self.game is not None and parts is not None:
+                context = self.vllm_generation.find_context_length() if self.use_vllm else trained_context(base)
+                self._fit_into_context(self.game, parts.references, context)
             failed.pop_all()
         completions.mkdir(parents=True, exist_ok=True)
 
-    def _choose_update(self, base: PreTrainedModel) -> None:
+    def _make_game(self, parts: start.GameParts, referee: Referee) -> Game:
+        self.args.shots = referee.shots  # for `population.json`
+        player = Player(
+            generate=self._generate_rows,
+            gather=lambda value: gather_object([value]),
+            rank=self.accelerator.process_index,
+            world=self.accelerator.num_processes,
+        )
+        return start.make_game(self.args, self.population, parts.archive, referee, player, parts.rules)
+
+    def _fit_into_context(self, game: Game, references: int | None, context: int | None) -> None:
+        """Drops or refuses given tasks that leave no room for an answer in the context."""
+        longest, tokenize = self.args.max_completion_length, lambda prompt: self._tokenize_prompts([prompt])[0][0]
+        free_tokens = count_free_tokens(context, longest, tokenize, self.processing_class)
+        proposing = bool(self.args.teachers)
+        start.fit_into_context(game.referee, game.archive, self.held_out, free_tokens, proposing)
+        start.check_prompts(game.referee, game.archive, references, self.held_out, self.processing_class, longest)
+
+    def _choose_update(self, base: PreTrainedModel, plays: bool) -> None:
         """Settles which rows an update computes, and how members are clipped."""
         args = self.args
         if is_quantised(base):
             lora_members.keep_fp32(self.model)
         self.beta = args.beta or args.teacher_beta or 0.0
-        self.scorer = Scorer(
-            settings=args.build(Scoring),
-            population=self.population,
-            reward_weights=self.reward_weights,
-            ends=[*self.eos_token_ids, self.processing_class.pad_token_id],
-            rank=self.accelerator.process_index,
-            sharing=start.make_sharing(base, args),
-            skips_blank_rows=self.beta == 0,  # a KL term reaches every row; entropy terms are refused
-        )
-        self._phases = PhaseClock()
+        scoring = {
+            "settings": args.build(Scoring),
+            "population": self.population,
+            "reward_weights": self.reward_weights,
+            "ends": [*self.eos_token_ids, self.processing_class.pad_token_id],
+            "rank": self.accelerator.process_index,
+            "sharing": start.make_sharing(base, args),
+            "skips_blank_rows": self.beta == 0,  # a KL term reaches every row; entropy terms are refused
+        }
+        if not plays:
+            optimizer_steps = args.optimizer_steps_per_generation // args.num_iterations
+            self.scorer = PromptScorer(attempts=args.num_generations, optimizer_steps=optimizer_steps, **scoring)
+        else:
+            self.scorer = Scorer(**scoring)
+        self._phases = PhaseClock(PHASES if plays else PROMPT_PHASES)
         main = args.process_index == 0
         self._clipper = lora_members.MemberClipper(self.population.adapters, args.max_grad_norm, warns=main)
         self._loss_metrics = LossMetrics(by_row=args.importance_sampling_level == "sequence")
@@ -242,7 +267,8 @@ class PopuLoRATrainer(HubTrainer):
     def _choose_generation(self, base: PreTrainedModel) -> None:
         """Settles where completions end, and whether ended rows may leave a batch."""
         known, given = self.eos_token_ids, self.args.generation_kwargs
-        self.eos_token_ids = find_end_tokens(self.processing_class, known, given, self.chat_template_kwargs)
+        template_kwargs = self.chat_template_kwargs
+        self.eos_token_ids = find_end_tokens(self.processing_class, known, given, template_kwargs, self._converses)
         self._sharded = start.is_zero3(self.args) or self.is_fsdp_enabled  # ranks meet in every forward
         self.generation_config.update(eos_token_id=self.eos_token_ids, stop_strings=None)
         if not self.args.use_vllm:
@@ -279,17 +305,18 @@ class PopuLoRATrainer(HubTrainer):
             self.add_callback(self.evolution)
         use_step_line(self.callback_handler)
         self.callback_handler.callbacks.insert(0, records.OnlyKnown())  # before the trackers of `report_to`
-        for callback in start.make_callbacks(self.describe, lambda: self.played):
+        for callback in start.make_callbacks(self.describe, lambda: self.played, self.game is not None):
             self.add_callback(callback)
 
     @property
-    def archive(self):
-        """The tasks that were verified so far, newest kept."""
-        return self.game.archive
+    def archive(self) -> TaskArchive | None:
+        """The tasks that were verified so far, newest kept; `None` in a dataset run."""
+        return None if self.game is None else self.game.archive
 
     def close(self) -> None:
         """Ends the sandbox's processes, and with vLLM unpublishes the adapters, as `train` does at its end."""
-        self.game.referee.sandbox.close()
+        if self.game is not None:
+            self.game.referee.sandbox.close()
         self._closed = True
         if self.use_vllm:
             self.vllm_generation.close()
@@ -334,10 +361,10 @@ class PopuLoRATrainer(HubTrainer):
         self._phases.take()
         self._loss_metrics.take()
 
-    def _open(self) -> Game:
-        if self._closed:
-            self.game.referee.sandbox, self._closed = start.make_sandbox(self.args), False
-        return self.game
+    def _open(self) -> None:
+        if self._closed and self.game is not None:
+            self.game.referee.sandbox = start.make_sandbox(self.args)
+        self._closed = False
 
     def member(self, name: str) -> AbstractContextManager:
         """
@@ -351,7 +378,9 @@ class PopuLoRATrainer(HubTrainer):
 
     def describe(self) -> dict[str, Any]:
         """Describes the population for people and other programs: the contents of `population.json`."""
-        return describe(self.game, self.shape, self.args, self._members_step, self.held_out)
+        referee = None if self.game is None else self.game.referee
+        step = self._members_step
+        return describe(self.population, referee, self.shape, self.args, step, self.held_out, self.scores)
 
     @property
     def _members_step(self) -> int:
@@ -386,6 +415,8 @@ class PopuLoRATrainer(HubTrainer):
             `ValueError`: If there are no tasks, or the given ones cannot be used.
             `RuntimeError`: Before training under DeepSpeed, whose engine does not exist yet.
         """
+        if self.game is None:
+            return self._evaluate_prompts(eval_dataset, ignore_keys, metric_key_prefix)
         if self.is_deepspeed_enabled and self.model_wrapped is self.model:
             raise RuntimeError("Under DeepSpeed `evaluate` works from the start of training: set `eval_on_start`.")
         was_closed = self._closed
@@ -396,7 +427,8 @@ class PopuLoRATrainer(HubTrainer):
         # TRL's completion tables are for rows that train, so `log` writes none here. Outside of `pause_training`,
         # `log` would report training's metrics of this moment as the evaluation's, and clear them.
         try:
-            referee, player = self._open().referee, self.game.player
+            self._open()
+            referee, player = self.game.referee, self.game.player
             held_out = start.choose_held_out(eval_dataset, self.held_out, referee, player, self.args)
             with pause_training(self.model), start.replace_attributes(self, log_completions=False):
                 metrics = held_out.measure(
@@ -415,10 +447,115 @@ class PopuLoRATrainer(HubTrainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
+    def _evaluate_prompts(self, tables: Any, ignore_keys: list[str] | None, prefix: str) -> dict[str, float]:
+        """Lets every member answer the prompts of `eval_dataset`, as TRL evaluates, and adds figures by member."""
+        if isinstance(tables, Dataset) and MEMBER not in tables.column_names:
+            check_table(tables, "eval_dataset")
+            tables = expand_by_member(tables, self.population.names)
+        elif isinstance(tables, dict):
+            tables = {
+                name: table if MEMBER in table.column_names else expand_by_member(table, self.population.names)
+                for name, table in tables.items()
+            }
+        self._evaluated.clear()
+        return super().evaluate(tables, ignore_keys, prefix)
+
+    def _note_evaluated(self, inputs: list[dict[str, Any]], rewards: torch.Tensor) -> None:
+        """Keeps the rewards of an evaluation's rows, `[W * R, functions]`, by member."""
+        total = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
+        total[rewards.isnan().all(dim=1)] = math.nan
+        for name, reward in zip(gather_object([row[MEMBER] for row in inputs]), total.tolist(), strict=True):
+            self._evaluated[name].append(reward)
+
+    def _log_evaluated(self) -> None:
+        """Adds each member's mean reward to the metrics of the evaluation, the highest and the lowest beside them."""
+        means = {name: float(torch.tensor(each).nanmean()) for name, each in self._evaluated.items()}
+        self._evaluated.clear()
+        figures = {f"member/{name}/reward": mean for name, mean in means.items()}
+        known = [mean for mean in means.values() if not math.isnan(mean)]
+        if known:
+            figures |= {"reward_best": max(known), "reward_worst": min(known)}
+            self.scores.note_evaluation(
+                self._members_step, {self.population[name].identity: mean for name, mean in means.items()}
+            )
+        self._metrics["eval"].update({name: [value] for name, value in figures.items()})
+
     def _evaluate(self, trial, ignore_keys_for_eval, skip_scheduler=False):
         if skip_scheduler and self.state.global_step:  # `eval_on_start` of a resumed run: its start is long over
             return {}
         return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
+
+    # A dataset run: rows of the dataset for every member
+
+    def _get_train_sampler(self, dataset=None):
+        if self.game is not None:
+            return super()._get_train_sampler(dataset)
+        args, members = self.args, len(self.population.names)
+        own = args.generation_batch_size // members
+        # With prompts of their own, members draw from seeds that no two share.
+        seeds = [args.seed + (place if args.member_prompts == "own" else 0) for place in range(members)]
+        table = range(len(self.train_dataset) // members)
+        streams = [
+            RepeatSampler(
+                data_source=table,
+                mini_repeat_count=self.num_generations,
+                batch_size=own // self.num_generations,
+                repeat_count=self.num_iterations * args.steps_per_generation,
+                shuffle=self.shuffle_dataset,
+                seed=seed,
+            )
+            for seed in seeds
+        ]
+        return MemberSampler(streams, own // self.accelerator.num_processes)
+
+    def _get_eval_sampler(self, eval_dataset):
+        if self.game is not None:
+            return super()._get_eval_sampler(eval_dataset)
+        members = len(self.population.names)
+        rows = len(eval_dataset) // members
+        streams = [
+            RepeatSampler(range(rows), mini_repeat_count=self.num_generations_eval, seed=self.args.seed)
+            for _ in range(members)
+        ]
+        return MemberSampler(streams, rows * self.num_generations_eval)
+
+    def _answer(self, prompts: list, trainer: GRPOTrainer) -> dict[str, Any]:
+        """TRL's `rollout_func` in a dataset run: the members write, each to the prompts of its rows."""
+        names = [row[MEMBER] for row in self._asked]
+        with self._phases.time("generate") if self.model.training else nullcontext():
+            completions = self._generate_rows(prompts, names)
+        rows = [PromptRow(*row) for row in zip(names, prompts, completions, strict=True)]
+        answered = Played(rows, [])
+        if self.model.training:
+            self.played = answered
+        return answered.tokens
+
+    def _generate(self, prompts):
+        found = super()._generate(prompts)
+        if self.game is None and self.model.training:
+            # TRL asks for rewards later. Here they are needed first: they decide which rows are computed.
+            _, completion_ids, _, completions, *_ = found
+            self._judge(prompts, completions, completion_ids)
+        return found
+
+    def _judge(self, prompts: list, completions: list, completion_ids: list[list[int]]) -> None:
+        """Asks TRL's reward functions what the completions of a dataset run are worth, and rates the members."""
+        played = self.played
+        played.records = [row for part in gather_object([[row.record() for row in played.rows]]) for row in part]
+        with self._phases.time("reward"):
+            played.rewards = super()._calculate_rewards(self._asked, prompts, completions, completion_ids)
+        self.scorer.score(played)
+        lengths = gather_object([len(row.completion.completion_ids) for row in played.rows])
+        names = self.population.names
+        figures = measure_members(
+            names, played.records, played.worth.rewards, played.rewards, self.reward_func_names, lengths
+        )
+        means = {name: figures[f"member/{name}/reward"] for name in names}
+        self.scores.trained = {self.population[name].identity: mean for name, mean in means.items()}
+        if self.args.member_prompts == "shared":
+            rate_by_rewards(self.population, means)
+            figures |= self.population.metrics()
+        self._log_values(figures)
 
     # Match, propose, verify, solve: the game
 
@@ -465,14 +602,23 @@ class PopuLoRATrainer(HubTrainer):
         return super()._calculate_rewards(*played.for_reward_functions)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        # TRL asks for rewards after generation. `play_step` needed them earlier, and has got them from `_reward`.
+        if self.game is None and not self.model.training:
+            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+            self._note_evaluated(inputs, rewards)
+            return rewards
+        # TRL asks for rewards after generation. They were needed earlier: `_reward` or `_judge` has got them.
         prompts[:] = [row.prompt for row in self.played.rows]  # in place, because TRL logs this very list
-        for column in ("role", "member", "kind"):  # columns for the tables of `log_completions`
+        # Columns for the tables of `log_completions`.
+        for column in ("member",) if self.game is None else ("role", "member", "kind"):
             self._log_completion_extra(column, [getattr(row, column) for row in self.played.rows])
         return self.played.rewards
 
     def _generate_and_score_completions(self, inputs):
+        self._asked = inputs
         output = super()._generate_and_score_completions(inputs)
+        if not self.model.training:
+            members = [self.population[row[MEMBER]].index for row in inputs]
+            return output | {"member": torch.tensor(members, device=self.accelerator.device)}
         played, mine = self.played, self.played.local_worth
         # TRL cuts all rows into groups of equal size, proposals too. Only a student's attempts are such groups.
         figures = {"frac_reward_zero_std": played.worth.flat}
@@ -483,20 +629,32 @@ class PopuLoRATrainer(HubTrainer):
         # The log is a queue as long as a step has rows, so these push out the advantages that TRL has just put in.
         self._logs["advantages"].extend(played.worth.advantages.tolist())
         for column in ("prompt", "completion"):  # as text, because trackio shows messages as "[object Object]"
-            texts = [messages[-1]["content"] if messages else "" for messages in self._logs[column]]
+            texts = [
+                told if isinstance(told, str) else told[-1]["content"] if told else "" for told in self._logs[column]
+            ]
             self._logs[column].extend(texts)
         if self.args.save_rollouts:
             records.write_rollouts(
                 self.args.output_dir,
                 step=self.state.global_step + 1,
-                game=self.game,
+                rank=(self.accelerator.process_index, self.accelerator.num_processes),
+                population=self.population,
                 rows=played.rows,
                 rewards=mine.rewards.tolist(),
                 advantages=mine.advantages.tolist(),
+                by_function=self._list_rewards() if self.game is None else None,
             )
         return output | {"advantages": mine.advantages, "member": mine.members, "member_factor": mine.factors}
 
+    def _list_rewards(self) -> dict[str, list[float]]:
+        """Lists the rewards of this rank's rows by reward function."""
+        rank, rows = self.accelerator.process_index, len(self.played.rows)
+        mine = self.played.rewards[rank * rows : (rank + 1) * rows]
+        return {name: mine[:, place].tolist() for place, name in enumerate(self.reward_func_names)}
+
     def _prepare_inputs(self, generation_batch):
+        if not self.model.training:
+            return super()._prepare_inputs(generation_batch)
         # TRL would shuffle the rows and cut them into equal numbers. Here micro-batches follow the plan.
         steps = self.args.steps_per_generation
         if self._buffered_inputs is None or self._step % (steps * self.num_iterations) == 0:
@@ -513,6 +671,12 @@ class PopuLoRATrainer(HubTrainer):
     ):
         # TRL calls this for the old and reference log-probabilities of a whole step. For the loss, `_compute_loss`
         # puts a function of its own in this place.
+        if not self.model.training:
+            members = [self.population[row[MEMBER]].index for row in self._asked]
+            with self.router.route_to(members):
+                return super()._get_per_token_logps_and_entropies(
+                    model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs
+                )
         compute = partial(super()._get_per_token_logps_and_entropies, **kwargs)
 
         def forward(batch: microbatch.Batch) -> torch.Tensor:
@@ -529,6 +693,9 @@ class PopuLoRATrainer(HubTrainer):
         )
 
     def _compute_loss(self, model, inputs):
+        if not self.model.training:
+            with self.router.route_to(inputs["member"]):
+                return super()._compute_loss(model, inputs)
         # Skip a micro-batch without live rows on any rank, unless it is the last one before the optimizer step (DDP
         # synchronises there) or DeepSpeed runs.
         if not (inputs["live"] or self.accelerator.sync_gradients or self.is_deepspeed_enabled):
@@ -632,8 +799,9 @@ class PopuLoRATrainer(HubTrainer):
     @property
     def _stateful(self) -> dict[str, Any]:
         """The objects whose `state_dict` goes into `game.json`, by their names there."""
-        found = {"population": self.population, "matchmaker": self.game.matchmaker, "held_out": self.held_out}
-        found |= {"features": self.game.features}
+        found = {"population": self.population, "held_out": self.held_out, "scores": self.scores}
+        if self.game is not None:
+            found |= {"matchmaker": self.game.matchmaker, "features": self.game.features}
         return {name: each for name, each in found.items() if each is not None}
 
     def _get_output_dir(self, trial=None):
@@ -671,7 +839,8 @@ class PopuLoRATrainer(HubTrainer):
 
     def _save(self, output_dir=None, state_dict=None):
         where, write = output_dir or self.args.output_dir, self.args.should_save
-        checkpoint.save(where, self.model_wrapped, self.game, self.processing_class, self.describe(), write)
+        tokenizer, about = self.processing_class, self.describe()
+        checkpoint.save(where, self.model_wrapped, self.population, self.archive, tokenizer, about, write)
         if write and self.staging.directory is None:
             push.place_best_student(Path(where))
 
@@ -697,7 +866,7 @@ class PopuLoRATrainer(HubTrainer):
 
     def _load_game(self, saved: str) -> None:
         device = self.accelerator.device
-        state = checkpoint.load_game(saved, self.game, self._stateful, self.shape, self.args, device)
+        state = checkpoint.load_game(saved, self.population, self.game, self._stateful, self.shape, self.args, device)
         self.directory.go_on_from(Path(saved), self.state.global_step)
         self._step, self._buffered_inputs = state.step, state.buffered
         self.played = Played([], []) if state.played is None else Played.from_state(state.played)
@@ -717,6 +886,8 @@ class PopuLoRATrainer(HubTrainer):
     def log(self, logs, start_time=None):
         if self.model.training:  # an evaluation amid training logs nothing of training
             name_own_metrics(self._metrics["train"], logs)
+        elif self._evaluated:
+            self._log_evaluated()
         super().log(logs, start_time)
 
     def _log_values(self, values: Mapping[str, float]) -> None:

@@ -136,6 +136,7 @@ def find_end_tokens(
     known: Sequence[int],
     generation_kwargs: Mapping[str, Any] | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
+    converses: bool = True,
 ) -> list[int]:
     """
     Finds the token ids that end a completion. A completion whose last token is another one was cut off.
@@ -145,6 +146,7 @@ def find_end_tokens(
         known: End tokens of the tokenizer and of the model.
         generation_kwargs: The option of this name. It may hold stops, under vLLM's names or transformers' names.
         template_kwargs: Arguments of the chat template.
+        converses: Whether prompts are conversations. No template ends a completion of plain text.
 
     Returns:
         The ids, each once: known ones first, then the chat template's, then the user's.
@@ -153,7 +155,7 @@ def find_end_tokens(
         `ValueError`: If a stop is text that is not exactly one token. A completion that ends there would count as cut
             off.
     """
-    ids = [*known, *_find_end_of_turn(tokenizer, template_kwargs or {})]
+    ids = [*known, *(_find_end_of_turn(tokenizer, template_kwargs or {}) if converses else ())]
     for name in STOPS:
         value = (generation_kwargs or {}).get(name)
         stops = [] if value is None else value if isinstance(value, (list, tuple)) else [value]

@@ -126,20 +126,21 @@ class Population:
         # The usual mu - 3 sigma is no choice: sigma depends mostly on age, so the youngest would seem the weakest.
         return member.mu
 
-    def best_student(self, rates: Mapping[str, float]) -> tuple[str, str]:
+    def best_student(self, rates: Mapping[str, float], what: str = "held-out solve rate") -> tuple[str, str]:
         """
         Finds the best student. Returns its name, and in words what decided.
 
         Args:
-            rates: Held-out solve rates by `name@version`. The highest rate decides. The rating decides between equal
-                rates, or if no student has one.
+            rates: A figure of each student by `name@version`. The highest decides. The rating decides between equal
+                figures, or if no student has one.
+            what: What the figures are.
         """
         measured = [student for student in self.students if student.identity in rates]
         if not measured:
             return max(self.students, key=self.fitness).name, "rating"
         highest = max(rates[student.identity] for student in measured)
         best = [student for student in measured if rates[student.identity] == highest]
-        why = "held-out solve rate" if len(best) == 1 else "rating among the best on held-out tasks"
+        why = what if len(best) == 1 else f"rating among those with the highest {what}"
         return max(best, key=self.fitness).name, why
 
     def replace(

@@ -5,7 +5,8 @@
 By default pairs are drawn by prioritised fictitious self-play (PFSP, Vinyals et al., 2019): the weight of a pair
 depends on the TrueSkill win probability (Herbrich et al., 2006), as in PopuLoRA (arXiv 2605.16727). Ratings then
 follow the scores of the matches. `benchmarks/ratings.py` compares this with ratings that follow wins and losses.
-Nothing here needs torch.
+In a dataset run nobody meets: members are ranked by their rewards on the same prompts ([`rate_by_rewards`]). Nothing
+here needs torch.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
+from trueskill import Rating, TrueSkill
 from trueskill.mathematics import Gaussian
 
 from trl_populora.options import find_function
@@ -33,6 +35,9 @@ TAU = PRIOR_SIGMA / 20
 # Without teachers students are rated against the given tasks. These do not change, so their rating is fixed. Its
 # sigma is 0; only an update puts TAU in place of 0.
 GIVEN_TASKS = Member("", "teacher", -1, sigma=0.0)
+
+# How often members of one skill have equal mean rewards: TrueSkill's default.
+DRAW_PROBABILITY = 0.1
 
 # Standard deviation of the student's share of one proposal, if both skills are known.
 SHARE_SD = 0.25
@@ -262,3 +267,26 @@ class Matchmaker:
         last it returns the students' mean share, and `rating_error`: the mean distance between share and prediction.
         """
         return dict(self._metrics)
+
+
+def rate_by_rewards(population: Population, means: Mapping[str, float]) -> None:
+    """
+    Updates the ratings by one free-for-all: the member with the highest mean reward comes first, and equal means tie.
+    The age of each member grows by 1. With a single member nothing is compared, and only its age grows.
+
+    Args:
+        population: The members. Their ratings and ages are changed in place.
+        means: Mean reward of each member over the same prompts. A member without a finite one is left out.
+    """
+    known = [member for member in population if math.isfinite(means.get(member.name, math.nan))]
+    if len(known) > 1:
+        rules = TrueSkill(beta=BETA, tau=TAU, draw_probability=DRAW_PROBABILITY)
+        highest_first = sorted({means[member.name] for member in known}, reverse=True)
+        rated = rules.rate(
+            [(Rating(member.mu, member.sigma),) for member in known],
+            ranks=[highest_first.index(means[member.name]) for member in known],
+        )
+        for member, (rating,) in zip(known, rated, strict=True):
+            member.mu, member.sigma = rating.mu, rating.sigma
+    for member in known:
+        member.age += 1

@@ -28,20 +28,28 @@ from trl_populora.run.read import EVALUATION, PLAYED, STEP, classify_log
 from trl_populora.step.rows import Played
 
 
-PHASES = ("match", "propose", "verify", "solve", "update")
+PHASES = ("match", "propose", "verify", "solve", "update")  # of a step of the game
+PROMPT_PHASES = ("generate", "reward", "update")  # of a step of a dataset run
 REJECT = "verify/reject/"
 
 
 class PhaseClock:
-    """A clock that adds up the seconds of each phase of a step."""
+    """A clock that adds up the seconds of each phase of a step. The last phase is the update."""
 
-    def __init__(self) -> None:
-        self._seconds = dict.fromkeys(PHASES, 0.0)
+    def __init__(self, phases: Sequence[str] = PHASES) -> None:
+        self._seconds = dict.fromkeys(phases, 0.0)
 
     def add(self, seconds: Mapping[str, float]) -> None:
         """Adds to each phase the seconds given under its name."""
         for phase, spent in seconds.items():
             self._seconds[phase] += spent
+
+    @contextmanager
+    def time(self, phase: str) -> Iterator[None]:
+        """Adds the time of the block to a phase."""
+        start = time.perf_counter()
+        yield
+        self._seconds[phase] += time.perf_counter() - start
 
     @contextmanager
     def time_update(self) -> Iterator[None]:

@@ -128,6 +128,8 @@ def check_steps_left(checkpoint: str, max_steps: int) -> None:
         `ValueError`: If the checkpoint is from a later step than the run's last one.
     """
     reached = read_population(checkpoint)["step"]
+    if max_steps <= 0:  # epochs decide
+        return
     if reached > max_steps:
         raise ValueError(
             f"`max_steps={max_steps}`, but {checkpoint} has reached step {reached}. Raise `max_steps` to train on, or "
@@ -304,7 +306,8 @@ def _flush(path: Path) -> None:
 def save(
     directory: str,
     model: torch.nn.Module,
-    game: Game,
+    population: Population,
+    archive: TaskArchive | None,
     tokenizer: PreTrainedTokenizerBase,
     about: dict[str, Any],
     write: bool,
@@ -315,20 +318,22 @@ def save(
     Args:
         directory: Where the files go.
         model: The members' model, wrapped or not.
-        game: Has the population and the archive.
+        population: The members.
+        archive: The task archive; `None` in a dataset run, which has none.
         tokenizer: Is saved beside the adapters.
         about: The contents of `population.json`.
         write: Whether this rank writes.
     """
     root = Path(directory)
     # Every rank takes part, because sharded weights are gathered from all of them.
-    for name in game.population.adapters:
+    for name in population.adapters:
         lora_members.save_member(model, name, root / "members" / name, write, about["step"])
     if not write:
         return
     tokenizer.save_pretrained(directory)
     write_json(root / POPULATION_FILE, about)
-    save_archive(game.archive, root / "archive.parquet", about["step"])
+    if archive is not None:
+        save_archive(archive, root / "archive.parquet", about["step"])
 
 
 @dataclass
@@ -355,7 +360,11 @@ class RankState:
 
 
 def save_game(
-    directory: Path, stateful: Mapping[str, Any], archive: TaskArchive, rank_state: RankState, args: TrainingArguments
+    directory: Path,
+    stateful: Mapping[str, Any],
+    archive: TaskArchive | None,
+    rank_state: RankState,
+    args: TrainingArguments,
 ) -> None:
     """
     Writes `game.json`, this rank's `rank_state_<n>.pt` and a copy of `lineage.jsonl`.
@@ -363,7 +372,7 @@ def save_game(
     Args:
         directory: The checkpoint that is being written.
         stateful: Objects by their names in `game.json`. Their `state_dict` is the same on every rank.
-        archive: Its coverage goes into `game.json`. Its tasks have a file of their own.
+        archive: Its coverage goes into `game.json`. Its tasks have a file of their own. `None` in a dataset run.
         rank_state: State of this rank.
         args: Says which ranks save, and where `lineage.jsonl` is.
     """
@@ -376,10 +385,11 @@ def save_game(
         shutil.copyfile(lineage, directory / lineage.name)
 
 
-def collect_game_state(stateful: Mapping[str, Any], archive: TaskArchive) -> dict[str, Any]:
+def collect_game_state(stateful: Mapping[str, Any], archive: TaskArchive | None) -> dict[str, Any]:
     """Collects the contents of `game.json`."""
     states = {name: each.state_dict() for name, each in stateful.items()}
-    return {"format": FORMAT, "coverage": archive.coverage.state_dict()} | states
+    coverage = {} if archive is None else {"coverage": archive.coverage.state_dict()}
+    return {"format": FORMAT, **coverage} | states
 
 
 def load_members(directory: str, model: torch.nn.Module, population: Population, shape: Shape) -> None:
@@ -410,10 +420,16 @@ def write_member_file(model: torch.nn.Module, name: str, path: Path) -> None:
 
 
 def load_game(
-    directory: str, game: Game, stateful: Mapping[str, Any], shape: Shape, args: GRPOConfig, device: torch.device
+    directory: str,
+    population: Population,
+    game: Game | None,
+    stateful: Mapping[str, Any],
+    shape: Shape,
+    args: GRPOConfig,
+    device: torch.device,
 ) -> RankState:
     """
-    Reads the state of the game, and the archive. Call it on every rank.
+    Reads the state of the game, and the archive. Call it on every rank. A dataset run has no `game`.
 
     Returns:
         [`RankState`]: State of this rank. If another number of processes saved the checkpoint, the state has no
@@ -425,21 +441,14 @@ def load_game(
             the file.
     """
     root = Path(directory)
-    saved = check_same_shape(root, shape, game.population.names)
+    saved = check_same_shape(root, shape, population.names)
     processes = read_json(root / MANIFEST)["processes"]
     same_processes = processes == args.world_size
     check_settings(args, root, saved, same_processes)
-    load_stateful(root, stateful, game.archive)
-    # The trainer has checked the given tasks, but these took their place.
-    if shared := [task for task in game.archive if task in game.referee.held_out]:
-        raise ValueError(
-            f"{root} has {len(shared)} of its {len(game.archive)} archived tasks in common with `eval_dataset`, so a "
-            "high score would prove nothing. Resume with the saved run's `eval_dataset`, or take these tasks out of "
-            f"it. The first is {shared[0].program!r:.200}."
-        )
-    # A longer completion leaves fewer tokens of the context for the prompt, so some archived tasks may no longer fit.
-    if (saved.get("settings", {}).get("max_completion_length") or 0) < (args.max_completion_length or 0):
-        game.referee.leave_out_long(game.archive)
+    load_stateful(root, stateful, None if game is None else game.archive)
+    if game is not None:
+        longer = (saved.get("settings", {}).get("max_completion_length") or 0) < (args.max_completion_length or 0)
+        _check_archive(root, game, longer)
     if same_processes:
         path = root / f"rank_state_{args.process_index}.pt"
         # With several ranks on one CPU the device is `cpu:0`, a name that `torch.load` does not know.
@@ -465,7 +474,24 @@ def load_game(
     return RankState(done * args.steps_per_generation, buffered=None, played=None, metrics={}, loss=0.0, logged=done)
 
 
-def load_stateful(root: Path, stateful: Mapping[str, Any], archive: TaskArchive) -> None:
+def _check_archive(root: Path, game: Game, longer: bool) -> None:
+    """
+    Checks that no task of a checkpoint's archive is held out. With `longer` completions than the saved run's, tasks
+    that fit no more are left out.
+    """
+    # The trainer has checked the given tasks, but these took their place.
+    if shared := [task for task in game.archive if task in game.referee.held_out]:
+        raise ValueError(
+            f"{root} has {len(shared)} of its {len(game.archive)} archived tasks in common with `eval_dataset`, so a "
+            "high score would prove nothing. Resume with the saved run's `eval_dataset`, or take these tasks out of "
+            f"it. The first is {shared[0].program!r:.200}."
+        )
+    # A longer completion leaves fewer tokens of the context for the prompt, so some archived tasks may no longer fit.
+    if longer:
+        game.referee.leave_out_long(game.archive)
+
+
+def load_stateful(root: Path, stateful: Mapping[str, Any], archive: TaskArchive | None) -> None:
     """
     Restores each object from its state in `game.json`; only the state of `held_out` may be missing. Restores the
     archive's tasks from `archive.parquet`, and its coverage from `game.json`.
@@ -479,6 +505,8 @@ def load_stateful(root: Path, stateful: Mapping[str, Any], archive: TaskArchive)
             each.load_state_dict(state[field])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{root / 'game.json'}: field `{field}` is missing or broken ({error!r}).") from error
+    if archive is None:
+        return
     if not isinstance(state.get("coverage"), dict):
         raise ValueError(f"{root / 'game.json'}: field `coverage` is missing or broken.")
     load_archive(archive, root / "archive.parquet", state["coverage"])

@@ -18,10 +18,11 @@ import pyarrow.parquet as pq
 from transformers import TrainerCallback
 
 from trl_populora.files import write_json, write_whole
+from trl_populora.population.members import Population
 from trl_populora.run.directory import holds_a_run
 from trl_populora.run.read import METRICS, POPULATION_FILE, TIMES, classify_log
-from trl_populora.step.play import Game
 from trl_populora.step.player import Messages
+from trl_populora.step.prompts import PromptRow
 from trl_populora.step.rows import Row
 
 
@@ -29,7 +30,14 @@ logger = logging.getLogger(__name__)
 
 
 def write_rollouts(
-    output_dir: str, step: int, game: Game, rows: Sequence[Row], rewards: Sequence[float], advantages: Sequence[float]
+    output_dir: str,
+    step: int,
+    rank: tuple[int, int],
+    population: Population,
+    rows: Sequence[Row] | Sequence[PromptRow],
+    rewards: Sequence[float],
+    advantages: Sequence[float],
+    by_function: Mapping[str, Sequence[float]] | None = None,
 ) -> Path:
     """
     Writes the rows of one step: every proposal and every attempt, with reward and advantage.
@@ -38,29 +46,28 @@ def write_rollouts(
     with several. `load_dataset("parquet", data_files="rollouts/*.parquet")` opens all of them together.
 
     Two columns need a word. `version` counts how often the row's member has been replaced. `opponent` is the other
-    member of the row's match; it is empty where tasks are given and no teacher plays.
+    member of the row's match; it is empty where tasks are given and no teacher plays. A dataset run has the columns of
+    the game's rows only where they mean something: no task, no opponent, but each reward function's rewards.
 
     Args:
         output_dir: The run's directory.
         step: Optimizer step that trains first on the rows, from 1, as in `metrics.jsonl`.
-        game: Has the population and the number of this rank.
+        rank: Number of this process, and how many there are.
+        population: Knows the members' versions.
         rows: Rows of this rank, shape `[R]`.
         rewards, advantages: Reward and advantage of each row, shape `[R]`.
+        by_function: In a dataset run, the rewards of each reward function by its name, each `[R]`.
 
     Returns:
         `Path`: The file. It appears whole or not at all.
     """
-    columns = {name: [getattr(row, name) for row in rows] for name in (*Row.COLUMNS, "archived", "reject_detail")}
-    players = {(row.match, row.role): row.member for row in rows}
-    other = {"teacher": "student", "student": "teacher"}
     table = pa.table(
         {
             "step": [step] * len(rows),
-            **columns,
-            # With the type given, a step whose tasks all lack features has the same schema as other steps.
-            "features": pa.array([list(row.features) for row in rows], pa.list_(pa.string())),
-            "version": [game.population[row.member].version for row in rows],
-            "opponent": [players.get((row.match, other[row.role]), "") for row in rows],
+            **(_tell_game(rows) if by_function is None else {"member": [row.member for row in rows]}),
+            "version": [population[row.member].version for row in rows],
+            **({"opponent": _find_opponents(rows)} if by_function is None else {}),
+            **{f"rewards/{name}": list(values) for name, values in (by_function or {}).items()},
             "reward": list(rewards),
             "advantage": list(advantages),
             "prompt": [_join_turns(row.prompt) for row in rows],
@@ -68,7 +75,7 @@ def write_rollouts(
             "completion_tokens": [len(row.completion.completion_ids) for row in rows],
         }
     )
-    suffix = f"-rank{game.player.rank}" if game.player.world > 1 else ""
+    suffix = f"-rank{rank[0]}" if rank[1] > 1 else ""
     path = Path(output_dir, "rollouts", f"step_{step:05d}{suffix}.parquet")
     path.parent.mkdir(parents=True, exist_ok=True)
     with write_whole(path) as unfinished:
@@ -76,8 +83,25 @@ def write_rollouts(
     return path
 
 
-def _join_turns(prompt: Messages) -> str:
+def _tell_game(rows: Sequence[Any]) -> dict[str, Any]:
+    """Returns the columns that say what was proposed and attempted."""
+    columns = {name: [getattr(row, name) for row in rows] for name in (*Row.COLUMNS, "archived", "reject_detail")}
+    # With the type given, a step whose tasks all lack features has the same schema as other steps.
+    columns["features"] = pa.array([list(row.features) for row in rows], pa.list_(pa.string()))
+    return columns
+
+
+def _find_opponents(rows: Sequence[Any]) -> list[str]:
+    """Finds the other member of each row's match."""
+    players = {(row.match, row.role): row.member for row in rows}
+    other = {"teacher": "student", "student": "teacher"}
+    return [players.get((row.match, other[row.role]), "") for row in rows]
+
+
+def _join_turns(prompt: str | Messages) -> str:
     """Makes one text of a prompt. A conversation of several turns gets the role before each turn."""
+    if isinstance(prompt, str):
+        return prompt
     if len(prompt) == 1:
         return prompt[0]["content"]
     return "\n\n".join(f"[{message['role']}]\n{message['content']}" for message in prompt)

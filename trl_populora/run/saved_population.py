@@ -1,6 +1,6 @@
 """Makes the contents of `population.json`, and checks whether a saved population fits a trainer.
 
-Game, Shape, settings         --describe---------> contents of population.json
+members, Shape, settings      --describe---------> contents of population.json
 population.json, Shape        --check_same_shape-> contents of the file, or an error that names the field
 population.json, settings     --check_settings---> one error for all changes that a resume may not make,
                                                    else one warning for all changes
@@ -27,8 +27,10 @@ from trl_populora import __version__
 from trl_populora.evaluate.held_out import HeldOut
 from trl_populora.files import FORMAT, drop_secrets
 from trl_populora.lora.members import read_saved_step
+from trl_populora.population.members import Population
 from trl_populora.run.read import POPULATION_FILE, read_population
-from trl_populora.step.play import Game
+from trl_populora.step.prompts import MemberScores
+from trl_populora.step.referee import Referee
 from trl_populora.tasks.archive import read_archive_step
 
 
@@ -119,23 +121,36 @@ class Shape:
         return cls(base_model, sizes, values, quantization, revision or "main")
 
 
-def describe(game: Game, shape: Shape, args: GRPOConfig, step: int, held_out: HeldOut | None) -> dict[str, Any]:
+def describe(
+    population: Population,
+    referee: Referee | None,
+    shape: Shape,
+    args: GRPOConfig,
+    step: int,
+    held_out: HeldOut | None,
+    scores: MemberScores | None = None,
+) -> dict[str, Any]:
     """
     Describes the population for people and other programs.
 
     Args:
-        game: Has the population, the kinds and the prompt style.
+        population: The members.
+        referee: Has the kinds and the prompt style; `None` in a dataset run.
         shape: Base and LoRA settings.
         args: Settings of the run.
         step: Optimizer steps so far.
         held_out: Last solve rates on held-out tasks; `None` if the run has none.
+        scores: In a dataset run, the members' mean rewards.
 
     Returns:
         The contents of `population.json`.
     """
-    population, rates = game.population, held_out.rates if held_out else {}
+    rates = held_out.rates if held_out else {}
     # Solve rates of an earlier step belong to other weights. Without rates of this step the rating decides.
-    best, why = population.best_student(rates if held_out and held_out.step == step else {})
+    if scores is None:
+        best, why = population.best_student(rates if held_out and held_out.step == step else {})
+    else:
+        best, why = population.best_student(*scores.choose(step, args.member_prompts == "shared"))
     members = [
         {
             "name": member.name,
@@ -150,6 +165,7 @@ def describe(game: Game, shape: Shape, args: GRPOConfig, step: int, held_out: He
             "operator": member.operator,
             "parents": list(member.parents),
             "adapter": f"members/{population.adapter(member.name)}",
+            **({} if scores is None else scores.describe(member)),
         }
         for member in population
     ]
@@ -160,8 +176,8 @@ def describe(game: Game, shape: Shape, args: GRPOConfig, step: int, held_out: He
         "base_quantization": shape.quantization,
         "step": step,
         "lora": shape.lora,
-        "task_kinds": list(game.referee.kinds),
-        "prompt_style": game.referee.style,
+        "task_kinds": list(referee.kinds) if referee else [],
+        "prompt_style": referee.style if referee else None,
         "best_student": best,
         "best_student_by": why,
         "held_out_base": held_out.base_rate if held_out else None,

@@ -105,26 +105,46 @@ class Scorer:
             # The plan leaves out rows of length 0. The factors have been computed before, with all rows.
             live = [bool(a) and tokens > 0 for a, tokens in zip(mine.advantages.tolist(), answered, strict=True)]
             asked, answered = ([n * alive for n, alive in zip(ns, live, strict=True)] for ns in (asked, answered))
-        members, size = mine.members.tolist(), settings.per_device_train_batch_size
-        played.plan = plan_micro_batches(
-            members, played.prompts, asked, answered, settings.teachers, size, self.sharing
-        )
+        columns = mine.members.tolist(), played.prompts, asked, answered
+        played.plan = []
+        for step_rows in self._deal_steps(rows):
+            parts = [[column[row] for row in step_rows] for column in columns]
+            packs = plan_micro_batches(
+                parts[0],
+                parts[1],
+                parts[2],
+                parts[3],
+                settings.teachers,
+                settings.per_device_train_batch_size,
+                self.sharing,
+            )
+            played.plan += [[[step_rows[row] for row in pack] for pack in batch] for batch in packs]
 
     def _weigh(self, played: Played, num_tokens_R: torch.Tensor) -> Worth:
         """Computes what the rows of all ranks are worth. `num_tokens_R` are the tokens of each row in the loss."""
-        device, settings = num_tokens_R.device, self.settings
+        device = num_tokens_R.device
         members_R = torch.tensor([self.population[each["member"]].index for each in played.records], device=device)
-        rewards_R = (played.rewards * self.reward_weights.to(device)).nansum(dim=1)
-        baselines = {"teacher": settings.teacher_baseline, "student": settings.student_baseline}
-        scaled = settings.scale_rewards == "group"
-        advantages_R = compute_step_advantages(played.records, rewards_R, members_R, baselines, scaled)
+        rewards_R, advantages_R, flat = self._weigh_rewards(played, members_R)
         return Worth(
             rewards_R,
             broadcast(advantages_R),  # a user's own function may give other values on another rank
             members_R,
-            compute_member_factors(members_R, num_tokens_R, settings.loss_type),
-            measure_flat_fraction(played.records, rewards_R),
+            compute_member_factors(members_R, num_tokens_R, self.settings.loss_type),
+            flat,
         )
+
+    def _weigh_rewards(self, played: Played, members_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """Computes rewards and advantages of the rows of all ranks, and the share of groups of equal rewards."""
+        settings = self.settings
+        rewards_R = (played.rewards * self.reward_weights.to(members_R.device)).nansum(dim=1)
+        baselines = {"teacher": settings.teacher_baseline, "student": settings.student_baseline}
+        scaled = settings.scale_rewards == "group"
+        advantages_R = compute_step_advantages(played.records, rewards_R, members_R, baselines, scaled)
+        return rewards_R, advantages_R, measure_flat_fraction(played.records, rewards_R)
+
+    def _deal_steps(self, rows: int) -> list[list[int]]:
+        """Deals this rank's rows to the optimizer steps that train on them. In the game there is one such step."""
+        return [[*range(rows)]]
 
 
 def compute_step_advantages(

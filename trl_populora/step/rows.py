@@ -278,25 +278,30 @@ def student_reward(role: list[str], pay: list[float], **columns: list) -> list[f
     return [paid if name == "student" else None for name, paid in zip(role, pay, strict=True)]
 
 
-def check_arguments(function: Callable[..., list[float | None]]) -> None:
+def check_arguments(function: Callable[..., Any], columns: Sequence[str]) -> None:
     """
     Checks that a user's reward function can be called with all columns by name, as TRL does.
+
+    Args:
+        function: The reward function; async and partial ones, too.
+        columns: Names of the columns that it gets.
 
     Raises:
         `TypeError`: If it asks for an argument that nothing gives, or does not take all that are given.
     """
     parameters = inspect.signature(function).parameters.values()
     named = {each.name: each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
-    given = (*ARGUMENTS, *Row.COLUMNS)
+    given = (*ARGUMENTS, *(name for name in columns if name not in ("prompt", "completion", "completion_ids")))
+    called = getattr(getattr(function, "func", function), "__name__", type(function).__name__)  # of a partial, too
     absent = [f"`{name}`" for name in named if name not in given and named[name].default is inspect.Parameter.empty]
     if absent:
         raise TypeError(
-            f"The reward function `{function.__name__}` asks for {', '.join(absent)}. Columns of a dataset do not "
-            f"arrive here; these do: {', '.join(given)}."
+            f"The reward function `{called}` asks for {', '.join(absent)}, which nothing gives. It may ask for "
+            f"{', '.join(given)}."
         )
     if not all(name in named for name in given) and all(each.kind is not each.VAR_KEYWORD for each in parameters):
         raise TypeError(
-            f"The reward function `{function.__name__}` is called with more arguments by name than it takes. End its "
+            f"The reward function `{called}` is called with more arguments by name than it takes. End its "
             "arguments with `**columns`."
         )
 

@@ -112,17 +112,12 @@ def build_archive(
 
     Raises:
         `TypeError`: If `train_dataset` is no `datasets.Dataset`.
-        `ValueError`: If the table holds prompts instead of tasks, if a column is missing or broken, or if a task that
-            the first step needs is missing (see [`check_archive`]).
+        `ValueError`: If a column is missing or broken, or if a task that the first step needs is missing (see
+            [`check_archive`]).
     """
     if train_dataset is None:
         tasks = load_built_in_tasks(style)
     elif isinstance(train_dataset, Dataset):
-        if "prompt" in train_dataset.column_names and "kind" not in train_dataset.column_names:
-            raise ValueError(
-                "`train_dataset` holds prompts, but a population starts from tasks and writes its prompts itself. "
-                "Give rows with `kind`, `program`, `inputs` and `outputs`, or leave it unset for the built-in tasks."
-            )
         tasks = [read_task(row, f"row {number}") for number, row in enumerate(train_dataset)]
     else:
         raise TypeError(

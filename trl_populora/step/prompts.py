@@ -1,0 +1,203 @@
+"""A step of a dataset run: every member answers prompts of the dataset, and reward functions say what is right.
+
+    rows of this rank [R] --the members write--> completions --TRL's reward functions--> rewards [W * R, functions]
+        --PromptScorer--> advantages as TRL computes them for each member alone, rows by optimizer step
+
+A rank's rows stand member by member, and each member has equally many. The numbers of TRL hold for each member: rows
+of a generation, attempts at a prompt, optimizer steps of a generation.
+
+Shapes: R rows of this rank, W ranks, M members, N rows of a member on all ranks, G attempts at a prompt.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import torch
+from trl.trainer.utils import nanstd
+
+from trl_populora.population.members import Member
+from trl_populora.step.advantages import STD_EPSILON, Scorer
+from trl_populora.step.player import Completion, Messages
+from trl_populora.step.rows import Played
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """
+    What a member wrote to a prompt of the dataset.
+
+    Args:
+        member: Name of the member.
+        prompt: The prompt as the dataset has it: text or messages.
+        completion: What it wrote.
+    """
+
+    member: str
+    prompt: str | Messages
+    completion: Completion
+    role = "student"
+    kind = ""
+
+    def record(self) -> dict[str, Any]:
+        """Returns what the other ranks need to know of this row."""
+        return {"role": self.role, "member": self.member, "kind": self.kind}
+
+
+class PromptScorer(Scorer):
+    """
+    Takes the rows of a generation from rewards to advantages and micro-batches, each member's as TRL would.
+
+    Args:
+        attempts: G, `num_generations`.
+        optimizer_steps: Optimizer steps that share the rows of a generation, without `num_iterations`.
+        others: Arguments of [`~trl_populora.step.advantages.Scorer`].
+    """
+
+    def __init__(self, *, attempts: int, optimizer_steps: int, **others: Any):
+        super().__init__(**others)
+        self.attempts, self.optimizer_steps = attempts, optimizer_steps
+
+    def _weigh_rewards(self, played: Played, members_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
+        per_function = played.rewards
+        rewards_R = (per_function * self.reward_weights.to(per_function.device)).nansum(dim=1)
+        # A row that no function judges has no reward, and not the reward 0.
+        rewards_R[per_function.isnan().all(dim=1)] = math.nan
+        if rewards_R.isnan().all():
+            raise ValueError(
+                f"The reward functions judged none of the {len(rewards_R)} completions of this step: every one gave "
+                "None or NaN for each. At least one function must give a number."
+            )
+        ranks = len(rewards_R) // len(played.rows)
+        # Every rank holds its part of each member's rows; a member's rows on all ranks are what TRL would see.
+        by_member = rewards_R.view(ranks, len(self.population.members), -1).transpose(0, 1).flatten(1)
+        advantages = torch.stack([self._compare(own) for own in by_member])
+        deviations = nanstd(by_member.reshape(-1, self.attempts), dim=1)
+        back = advantages.view(len(advantages), ranks, -1).transpose(0, 1).reshape(-1)
+        return rewards_R, back, float(torch.isclose(deviations, torch.zeros_like(deviations)).float().mean())
+
+    def _compare(self, rewards_N: torch.Tensor) -> torch.Tensor:
+        """
+        Computes the advantages of one member's rows, `[N]`, group by group. These are TRL's operations in TRL's order
+        and precision, so the values are equal to the last bit.
+        """
+        groups = rewards_N.view(-1, self.attempts)
+        means_N = torch.nanmean(groups, dim=1).repeat_interleave(self.attempts, dim=0)
+        advantages_N = rewards_N - means_N
+        if self.settings.scale_rewards == "group":
+            deviations_N = nanstd(groups, dim=1).repeat_interleave(self.attempts, dim=0)
+            advantages_N = advantages_N / (deviations_N + STD_EPSILON)
+        elif self.settings.scale_rewards == "batch":
+            advantages_N = advantages_N / (nanstd(rewards_N).expand_as(rewards_N) + STD_EPSILON)
+        return torch.nan_to_num(advantages_N, nan=0.0)
+
+    def _deal_steps(self, rows: int) -> list[list[int]]:
+        # TRL shuffles the rows of a generation, and takes them into its optimizer steps in that order. One permutation
+        # serves all members, so that members with the same prompts have them in the same optimizer steps.
+        members = len(self.population.members)
+        own = rows // members
+        order = torch.randperm(own).tolist()
+        part = own // self.optimizer_steps
+        return [
+            [member * own + place for member in range(members) for place in order[start : start + part]]
+            for start in range(0, own, part)
+        ]
+
+
+class MemberScores:
+    """
+    The last mean reward of each member, in training and on `eval_dataset`, by `name@version`.
+
+    Attributes:
+        trained: Mean rewards of the last generation.
+        evaluated: Mean rewards of the last evaluation.
+        step: Optimizer step of that evaluation; -1 before the first.
+    """
+
+    def __init__(self) -> None:
+        self.trained: dict[str, float] = {}
+        self.evaluated: dict[str, float] = {}
+        self.step = -1
+        self._tables: list[dict[str, float]] = []  # of the evaluations at this step
+
+    def choose(self, step: int, rated: bool) -> tuple[dict[str, float], str]:
+        """
+        Chooses the figures that decide which member is best, and says in words what they are.
+
+        An evaluation of these weights decides, else the rating, which means no figures. Members without a rating,
+        whose prompts differ, are compared by their rewards.
+
+        Args:
+            step: Optimizer steps of the members.
+            rated: Whether members have ratings.
+        """
+        if self.evaluated and self.step == step:
+            return self.evaluated, "reward on eval_dataset"
+        return ({}, "rating") if rated else (self.trained, "reward")
+
+    def note_evaluation(self, step: int, means: Mapping[str, float]) -> None:
+        """
+        Notes the members' mean rewards on a table of `eval_dataset`. Of several tables at one step, the mean counts.
+
+        Args:
+            step: Optimizer steps of the members.
+            means: Mean rewards by `name@version`.
+        """
+        if step != self.step:
+            self.step, self._tables = step, []
+        self._tables.append(dict(means))
+        self.evaluated = {name: fmean(table[name] for table in self._tables) for name in means}
+
+    def describe(self, member: Member) -> dict[str, Any]:
+        """Returns a member's figures for `population.json`; `None` where there is none."""
+        return {
+            "reward": self.trained.get(member.identity),
+            "eval_reward": self.evaluated.get(member.identity),
+            "eval_step": self.step if member.identity in self.evaluated else None,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns plain data, ready for JSON."""
+        return {"trained": self.trained, "evaluated": self.evaluated, "step": self.step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores a state of `state_dict`."""
+        self.trained, self.evaluated = dict(state["trained"]), dict(state["evaluated"])
+        self.step = int(state["step"])
+
+
+def measure_members(
+    names: Sequence[str],
+    records: Sequence[Mapping[str, Any]],
+    rewards_R: torch.Tensor,
+    per_function: torch.Tensor,
+    functions: Sequence[str],
+    lengths: Sequence[int],
+) -> dict[str, float]:
+    """
+    Measures each member by its rows on all ranks.
+
+    Args:
+        names: The members.
+        records: The rows' `member`, in the order of the rows.
+        rewards_R: Reward of each row, NaN where no function judges it.
+        per_function: Reward of each row by each function, `[W * R, functions]`.
+        functions: Names of the reward functions.
+        lengths: Tokens of each completion.
+
+    Returns:
+        Means by `member/<name>/reward`, `member/<name>/rewards/<function>` and `member/<name>/length`.
+    """
+    found = {}
+    for name in names:
+        own = torch.tensor([record["member"] == name for record in records], device=rewards_R.device)
+        found[f"member/{name}/reward"] = float(rewards_R[own].nanmean())
+        for place, function in enumerate(functions):
+            found[f"member/{name}/rewards/{function}"] = float(per_function[own, place].nanmean())
+        mine = [length for record, length in zip(records, lengths, strict=True) if record["member"] == name]
+        found[f"member/{name}/length"] = sum(mine) / len(mine) if mine else math.nan
+    return found
