@@ -249,8 +249,8 @@ class PopuLoRAConfig(GRPOConfig):
     learning_rate: float = field(
         default=None,  # type: ignore[assignment]
         metadata={
-            "help": "When None, 1e-5 in the game (AZR's 1e-6 for full weights, times 10 for LoRA), else TRL's 1e-6. In "
-            "a dataset run a list has one value for each member.",
+            "help": "When None, 1e-5 in the game (AZR's 1e-6 for full weights, times 10 for LoRA), else TRL's 1e-6. "
+            "In a dataset run a list has one value for each member.",
             **_SEVERAL,
         },
     )

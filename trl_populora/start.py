@@ -702,9 +702,7 @@ def _pad_processors(given: Any) -> list | None:
 
 def choose_learning_rates(args: PopuLoRAConfig, population: Population) -> dict[str, float]:
     """Chooses the learning rate of each adapter, by the adapter's name."""
-    rates = dict(
-        zip(population.adapters, population.list_values("learning_rate", args.learning_rate), strict=True)
-    )
+    rates = dict(zip(population.adapters, population.list_values("learning_rate", args.learning_rate), strict=True))
     if args.teacher_learning_rate is not None:
         rates |= dict.fromkeys((each.name for each in population.teachers), args.teacher_learning_rate)
     return rates
