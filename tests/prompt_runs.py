@@ -96,18 +96,19 @@ def population_trainer(
     names: Sequence[str],
     table: Dataset = QUESTIONS,
     lora: Any = None,
+    generations: int = 0,
     **options: Any,
 ) -> tuple[PopuLoRATrainer, Judge]:
-    """A population that writes as these names do, its members in this order."""
+    """A population that writes as these names do, its members in this order, from a generation on."""
     judge = Judge()
     own = {"students": len(names), "save_rollouts": False}
     args = PopuLoRAConfig(str(output_dir), **(SETTINGS | own | options))
     trainer = PopuLoRATrainer(base, [judge, brief], args, table, peft_config=lora or small_lora())
     writers = dict(zip(trainer.population.names, names, strict=True))
-    generations = iter(range(10**6))
+    numbers = iter(range(generations, 10**6))
 
     def record(prompts: list, members: Sequence[str], seeds: Any = None) -> list[Completion]:
-        number, places = next(generations), dict.fromkeys(members, 0)
+        number, places = next(numbers), dict.fromkeys(members, 0)
         found = []
         for prompt_ids, member in zip(trainer._tokenize_prompts(prompts)[0], members, strict=True):
             found.append(Completion(prompt_ids, write(writers[member], number, places[member]), ""))

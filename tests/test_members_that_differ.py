@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import math
+import shutil
+
 import pytest
-from peft import LoraConfig
+import torch
+from peft import LoraConfig, PeftModel
+from transformers import AutoModelForCausalLM
 
 from tests.prompt_runs import population_trainer, stock_run, train_and_watch
 from tests.small_run import small_lora
-from trl_populora.lora.members import member_parameters, member_ranks, save_member
+from trl_populora.hub.export import export_member
+from trl_populora.lora.members import member_parameters, member_ranks, read_member, save_member
+from trl_populora.run.read import read_lines
 
 
 WRITERS = ["a", "b", "c", "d"]
@@ -67,3 +75,153 @@ def test_four_members_that_differ_are_four_runs_of_trl(random_base, tmp_path, ca
         for key, expected in stock_factors.items():
             assert factors[member][key].shape == expected.shape
             assert (factors[member][key] - expected).norm() <= 1e-5 * expected.norm(), f"{member} {key}"
+
+
+@pytest.fixture(scope="module")
+def unequal_run(random_base, tmp_path_factory):
+    """A run with births: rates with noise, ranks, alphas and pulls of their own. Returns trainer and directory."""
+    output_dir = tmp_path_factory.mktemp("unequal")
+    trainer = start_unequal(random_base, output_dir)
+    trainer.train()
+    trainer.save_model()
+    return trainer, output_dir
+
+
+def start_unequal(base, output_dir, generations: int = 0):
+    trainer, _ = population_trainer(
+        base,
+        output_dir,
+        WRITERS,
+        lora=list_loras([4, 2, 8, 1], [8, 2, 32, 5]),
+        generations=generations,
+        learning_rate=[1e-2, 3e-3, 2e-2, 1e-3],
+        beta=[0.04, 0.0, 0.3, 0.04],
+        evolve_every=2,
+        evolve_burn_in=0,
+        crossover_rate=0.0,
+        hyperparameter_noise=0.5,
+        max_steps=7,
+        save_strategy="steps",
+        save_steps=3,
+    )
+    return trainer
+
+
+def test_a_child_has_its_parents_settings_and_a_rate_beside_its_parents(unequal_run):
+    trainer, output_dir = unequal_run
+    settings = {f"{m.name}@0": s for m, s in zip(trainer.population, first_settings(), strict=True)}
+    births = read_lines(output_dir / "lineage.jsonl")
+    assert len(births) == 3
+    for birth in births:
+        (parent,) = (settings[each["member"]] for each in birth["parents"])
+        settings[birth["child"]] = birth["settings"]
+        assert {**birth["settings"], "learning_rate": 0} == {**parent, "learning_rate": 0}
+        assert 0 < abs(math.log(birth["settings"]["learning_rate"] / parent["learning_rate"])) < 3
+    for member in trainer.population:
+        assert member.settings == settings[member.identity]
+        assert set(member_ranks(trainer.model, member.name).values()) == {member.settings["lora_r"]}
+        assert trainer.model.peft_config[member.name].lora_alpha == member.settings["lora_alpha"]
+    assert max(m.version for m in trainer.population) > 0
+    saved = json.loads((output_dir / "population.json").read_text())
+    assert [each["settings"] for each in saved["members"]] == [m.settings for m in trainer.population]
+    assert saved["settings"]["learning_rate"] == [1e-2, 3e-3, 2e-2, 1e-3]
+    assert saved["settings"]["lora_r"] == [4, 2, 8, 1]
+
+
+def first_settings() -> list[dict]:
+    columns = {
+        "learning_rate": [1e-2, 3e-3, 2e-2, 1e-3],
+        "beta": [0.04, 0.0, 0.3, 0.04],
+        "lora_r": [4, 2, 8, 1],
+        "lora_alpha": [8, 2, 32, 5],
+    }
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def test_the_schedule_goes_on_at_a_childs_rate(unequal_run):
+    trainer, _ = unequal_run
+    rates = {m.name: m.settings["learning_rate"] for m in trainer.population}
+    groups = trainer.optimizer.param_groups
+    assert [group["initial_lr"] for group in groups] == [*rates.values()]
+    assert trainer.lr_scheduler.base_lrs == [*rates.values()]
+    assert trainer.state.log_history[5]["learning_rate"] > 0
+    # The last step ends a linear schedule. Before it, all rates are the same share of their base.
+    assert [group["lr"] for group in groups] == [0.0] * 4
+
+
+def test_a_resumed_run_has_the_same_children_rates_and_ranks(random_base, unequal_run, tmp_path):
+    trainer, output_dir = unequal_run
+    shutil.copytree(output_dir / "checkpoint-3", tmp_path / "checkpoint-3")
+    resumed = start_unequal(random_base, tmp_path, generations=3)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert resumed.population.state_dict() == trainer.population.state_dict()
+    for name in trainer.population.names:
+        expected = read_member(trainer.model, name)
+        for key, value in read_member(resumed.model, name).items():
+            assert torch.equal(value, expected[key]), f"{name} {key}"
+    assert resumed.lr_scheduler.base_lrs == trainer.lr_scheduler.base_lrs
+
+
+def test_a_resume_with_other_values_for_members_is_refused(random_base, unequal_run, tmp_path):
+    _, output_dir = unequal_run
+    shutil.copytree(output_dir / "checkpoint-3", tmp_path / "checkpoint-3")
+    options = {"evolve_every": 2, "evolve_burn_in": 0, "crossover_rate": 0.0, "hyperparameter_noise": 0.5}
+    trainer, _ = population_trainer(
+        random_base,
+        tmp_path,
+        WRITERS,
+        lora=list_loras([8, 8, 8, 8], [32, 32, 32, 32]),
+        learning_rate=[1e-2, 3e-3, 2e-2, 1e-3],
+        beta=[0.04, 0.0, 0.3, 0.05],
+        max_steps=7,
+        **options,
+    )
+    with pytest.raises(ValueError, match=r"`beta` was \[0.04, 0.0, 0.3, 0.04\], is .*`lora_r` was \[4, 2, 8, 1\], is"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+
+
+def test_stock_peft_computes_what_a_member_of_its_own_rank_computes(random_base, unequal_run):
+    trainer, output_dir = unequal_run
+    ids = torch.tensor([[5, 9, 30, 4, 17]])
+    for member in trainer.population:
+        base = AutoModelForCausalLM.from_pretrained(random_base)
+        stock = PeftModel.from_pretrained(base, output_dir / "members" / member.name)
+        config = stock.peft_config["default"]
+        assert (config.r, config.lora_alpha) == (member.settings["lora_r"], member.settings["lora_alpha"])
+        with torch.no_grad(), trainer.member(member.name):
+            torch.testing.assert_close(trainer.model(ids).logits, stock(ids).logits, rtol=0, atol=1e-5)
+
+
+def test_members_of_unequal_rank_compute_in_one_forward_what_each_computes_alone(unequal_run):
+    trainer, _ = unequal_run
+    ids = torch.tensor([[5, 9, 30, 4, 17]])
+    for rows in ([0, 1, 2, 3], [0, 0, 1, 3, 3]):  # equally many rows per member, and not
+        with torch.no_grad(), trainer.router.route_to(rows):
+            together = trainer.model(ids.repeat(len(rows), 1)).logits
+        for row, member in enumerate(rows):
+            with torch.no_grad(), trainer.member(f"student_{member}"):
+                torch.testing.assert_close(together[row], trainer.model(ids).logits[0], rtol=0, atol=1e-5)
+
+
+def test_the_mean_of_members_of_unequal_rank_is_exact(random_base, unequal_run, tmp_path):
+    trainer, output_dir = unequal_run
+    export_member(str(output_dir), tmp_path / "mean", merge_students=True)
+    mean = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(random_base), tmp_path / "mean")
+    name = "base_model.model.model.layers.0.self_attn.q_proj"
+    layer, ours = mean.get_submodule(name), trainer.model.get_submodule(name)
+    expected = torch.stack(
+        [ours.scaling[m] * ours.lora_B[m].weight @ ours.lora_A[m].weight for m in trainer.population.names]
+    ).mean(0)
+    torch.testing.assert_close(layer.get_delta_weight("default"), expected, rtol=0, atol=1e-6)
+
+
+def test_a_population_of_unequal_ranks_starts_another(random_base, unequal_run, tmp_path):
+    trainer, output_dir = unequal_run
+    warm, _ = population_trainer(
+        random_base, tmp_path, ["a", "b"], lora=list_loras([8, 8], [32, 16]), warm_start=str(output_dir)
+    )
+    ranked = sorted(trainer.population, key=lambda m: -m.mu)
+    ids = torch.tensor([[5, 9, 30, 4, 17]])
+    for mine, source in zip(warm.population, ranked, strict=False):
+        with torch.no_grad(), warm.member(mine.name), trainer.member(source.name):
+            torch.testing.assert_close(warm.model(ids).logits, trainer.model(ids).logits, rtol=0, atol=1e-5)

@@ -26,6 +26,7 @@ from trl import GRPOConfig
 from trl_populora import __version__
 from trl_populora.evaluate.held_out import HeldOut
 from trl_populora.files import FORMAT, drop_secrets
+from trl_populora.lora.convert import find_widest
 from trl_populora.lora.members import read_saved_step
 from trl_populora.population.members import Population
 from trl_populora.run.read import POPULATION_FILE, read_population
@@ -110,8 +111,11 @@ class Shape:
 
     @classmethod
     def of(cls, model: PeftModel, base_model: str, revision: str | None = None) -> Shape:
-        """Reads the shape from a live model. A base without a revision was loaded from `main`."""
-        base, lora = model.get_base_model().config, next(iter(model.peft_config.values()))
+        """
+        Reads the shape from a live model. A base without a revision was loaded from `main`. Of members of unequal rank
+        it is the shape of the first with the largest.
+        """
+        base, lora = model.get_base_model().config, find_widest([*model.peft_config.values()])
         values = {name: getattr(lora, name) for name in _LORA_FIELDS}
         if not isinstance(values["target_modules"], str):
             values["target_modules"] = sorted(values["target_modules"])
@@ -311,7 +315,7 @@ def check_settings(args: GRPOConfig, root: Path, saved: Mapping[str, Any], same_
     # A run whose members have one rank saves it as `lora.r` alone.
     own_ranks = {name for name in ("lora_r", "lora_alpha") if name in ours or name in theirs}
     changed = [name for name in ours if name in theirs and ours[name] != theirs[name]]
-    changed += [name for name in own_ranks if (name in ours) != (name in theirs)]
+    changed += sorted(name for name in own_ranks if (name in ours) != (name in theirs))
     # Where members differ, the checkpoint has the value of each, which a child may have inherited.
     listed = {name for name in changed if isinstance(ours.get(name), list) or isinstance(theirs.get(name), list)}
     fixed = {*_DECIDED_BY_CHECKPOINT, *(_DECIDED_BY_BUFFER if same_processes else ())} | (listed & set(BY_MEMBER))
