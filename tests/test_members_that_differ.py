@@ -10,12 +10,18 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM
+from trl import TrlParser
 
-from tests.prompt_runs import population_trainer, stock_run, train_and_watch
+from tests.prompt_runs import QUESTIONS, SETTINGS, brief, population_trainer, stock_run, train_and_watch
 from tests.small_run import small_lora
+from trl_populora import PopuLoRAConfig, PopuLoRATrainer
+from trl_populora.cli import TrainArguments
+from trl_populora.config import MemberConfig, list_member_loras, settle_for_prompts
+from trl_populora.generate.transformers import _divide_by_row
 from trl_populora.hub.export import export_member
 from trl_populora.lora.members import member_parameters, member_ranks, read_member, save_member
 from trl_populora.run.read import read_lines
+from trl_populora.start import list_lora_configs
 
 
 WRITERS = ["a", "b", "c", "d"]
@@ -225,3 +231,138 @@ def test_a_population_of_unequal_ranks_starts_another(random_base, unequal_run, 
     for mine, source in zip(warm.population, ranked, strict=False):
         with torch.no_grad(), warm.member(mine.name), trainer.member(source.name):
             torch.testing.assert_close(warm.model(ids).logits, trainer.model(ids).logits, rtol=0, atol=1e-5)
+
+
+# What may be listed.
+
+
+def settle(**options):
+    return settle_for_prompts(PopuLoRAConfig("unused", use_cpu=True, bf16=False, **options))
+
+
+def test_trls_fields_keep_the_first_members_value(tmp_path):
+    args = settle(students=2, learning_rate=[1e-6, 3e-6], seed=[7, 8], beta=(0.0, 0.1))
+    assert (args.learning_rate, args.seed, args.beta) == (1e-6, 7, 0.0)
+    assert args.member_values == {"learning_rate": [1e-6, 3e-6], "seed": [7, 8], "beta": [0.0, 0.1]}
+    assert args.to_dict()["learning_rate"] == [1e-6, 3e-6]
+
+
+def test_equal_values_are_one_value():
+    args = settle(students=3, temperature=[0.7, 0.7, 0.7])
+    assert (args.temperature, args.member_values) == (0.7, {})
+
+
+def parse(*given: str):
+    parser = TrlParser((TrainArguments, PopuLoRAConfig, MemberConfig))
+    _, args, model = parser.parse_args_and_config(["--output_dir", "unused", "--use_cpu", "--bf16", "false", *given])
+    return settle_for_prompts(args), list_member_loras(model)
+
+
+def test_the_command_line_takes_one_value_or_a_list():
+    args, lora = parse("--students", "2", "--learning_rate", "1e-6", "3e-6", "--lora_r", "4", "8", "--epsilon", "0.1")
+    assert args.member_values == {"learning_rate": [1e-6, 3e-6]}
+    assert args.epsilon == 0.1
+    assert [(each.r, each.lora_alpha) for each in lora] == [(4, 32), (8, 32)]
+    args, lora = parse("--learning_rate", "1e-6", "--lora_alpha", "64")
+    assert (args.learning_rate, args.member_values, lora.lora_alpha) == (1e-6, {}, 64)
+
+
+def test_yaml_takes_numbers_without_a_point(tmp_path):
+    recipe = tmp_path / "sweep.yaml"
+    recipe.write_text("students: 2\nlearning_rate: [1e-6, 3e-6]\nseed: [1, 2]\nlora_r: [4, 8]\nlora_alpha: [8, 16]\n")
+    args, lora = parse("--config", str(recipe))
+    assert args.member_values == {"learning_rate": [1e-6, 3e-6], "seed": [1, 2]}
+    assert [(each.r, each.lora_alpha) for each in lora] == [(4, 8), (8, 16)]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"learning_rate": [1e-6, 3e-6]}, r"`learning_rate=\[1e-06, 3e-06\]` lists 2 value\(s\) for 4 member\(s\)"),
+        ({"beta": [0.1, 0.1, 0.1, "much"]}, "`beta` must be a finite number, got 'much'"),
+        ({"temperature": [1.0, 1.0, 0.0, 1.0]}, "`temperature` must be above 0, got 0.0"),
+        ({"epsilon": [0.1, 0.1, 0.1, True]}, "`epsilon` must be a finite number, got True"),
+        ({"seed": [1, 2, 3, 4.5]}, "`seed` must be a whole number, got 4.5"),
+        ({"hyperparameter_noise": -1.0}, "`hyperparameter_noise` must be at least 0"),
+    ],
+)
+def test_bad_lists_are_refused(options, said):
+    with pytest.raises(ValueError, match=said):
+        settle(students=4, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"learning_rate": [1e-6, 3e-6]}, "`learning_rate=.*` lists a value for each member, which needs a"),
+        ({"hyperparameter_noise": 0.1}, "`hyperparameter_noise=0.1` needs a `train_dataset`"),
+    ],
+)
+def test_the_game_has_one_value_for_all(options, said):
+    with pytest.raises(ValueError, match=said):
+        PopuLoRAConfig("unused", use_cpu=True, bf16=False, **options).for_game()
+
+
+@pytest.mark.parametrize(
+    ("lora", "options", "said"),
+    [
+        ([4, 8], {}, "a list of 2 configs for 3 member"),
+        ([4, 8, 8], {"evolve_every": 2}, "`crossover_rate=0.5`: members of unequal rank or alpha cannot be crossed"),
+        (["q_proj", "v_proj", "v_proj"], {}, "differ in `target_modules`"),
+        ([None, 4, 4], {}, "must hold `LoraConfig`s, got `NoneType`"),
+    ],
+)
+def test_adapters_that_cannot_be_trained_together_are_refused(lora, options, said):
+    made = {int: lambda r: LoraConfig(r=r), str: lambda name: LoraConfig(target_modules=[name])}
+    configs = [made.get(type(each), lambda _: None)(each) for each in lora]
+    with pytest.raises((ValueError, TypeError), match=said):
+        list_lora_configs(configs, settle(students=3, **options), prompts=True)
+
+
+def test_the_game_has_one_adapter_config():
+    args = PopuLoRAConfig("unused", use_cpu=True, bf16=False)
+    with pytest.raises(ValueError, match="is a list of 2 configs, and members differ only on"):
+        list_lora_configs([small_lora()] * 2, args, prompts=False)
+
+
+# Samples.
+
+
+def sample(base, output_dir, **options) -> list[list[int]]:
+    """Token ids of what two members write to two prompts, four times each, at temperatures of their own."""
+    args = PopuLoRAConfig(str(output_dir), **(SETTINGS | {"students": 2, "save_rollouts": False} | options))
+    trainer = PopuLoRATrainer(base, [brief], args, QUESTIONS, peft_config=small_lora())
+    prompts = [QUESTIONS[n]["prompt"] for n in (0, 0, 0, 0, 1, 1, 1, 1)] * 2
+    names = [name for name in trainer.population.names for _ in range(8)]
+    trainer._forget_unfinished_step()
+    found = trainer._generate_rows(prompts, names, trainer._seed_rows(names))
+    return [each.completion_ids for each in found]
+
+
+@pytest.mark.parametrize("way", ["in rounds", "as a whole"])
+def test_each_row_is_sampled_at_its_members_temperature(random_base, tmp_path, way):
+    whole = {"generation_kwargs": {"min_new_tokens": 2}} if way == "as a whole" else {}
+    found = sample(random_base, tmp_path, temperature=[1e-5, 1.0], **whole)
+    cold, warm = found[:8], found[8:]
+    assert len({*map(tuple, cold[:4])}) == len({*map(tuple, cold[4:])}) == 1
+    assert len({*map(tuple, warm)}) == 8
+    greedy = sample(random_base, tmp_path, generation_kwargs={"do_sample": False, **whole.get("generation_kwargs", {})})
+    assert cold == greedy[:8]
+
+
+def test_a_cuda_graphs_scores_are_divided_row_by_row():
+    scores = torch.tensor([[1.0, 2.0], [1.0, 2.0]])
+    (divide,) = _divide_by_row([0.5, 2.0], torch.device("cpu"))
+    assert divide(None, scores).tolist() == [[2.0, 4.0], [0.5, 1.0]]
+    assert not _divide_by_row([0.5, 0.5], torch.device("cpu"))
+
+
+def test_a_members_seed_changes_samples_and_not_the_first_adapters(random_base, tmp_path):
+    one, same, other = (sample(random_base, tmp_path, seed=seeds) for seeds in ([1, 2], [1, 2], [1, 3]))
+    assert one == same != other
+    starts = []
+    for seeds in ([1, 2], [1, 3]):
+        trainer, _ = population_trainer(random_base, tmp_path, ["a", "b"], seed=seeds)
+        starts += [read_member(trainer.model, name) for name in trainer.population.names]
+    for start in starts[1:]:
+        assert all(torch.equal(start[key], value) for key, value in starts[0].items())

@@ -865,12 +865,16 @@ class MemberConfig(ModelConfig):
     def __post_init__(self):
         super().__post_init__()
         lists = {name: getattr(self, name) for name in ("lora_r", "lora_alpha")}
-        self.member_values = {name: values for name, values in lists.items() if isinstance(values, (list, tuple))}
+        self.member_values = {name: values for name, values in lists.items() if isinstance(values, list)}
+        for name, values in self.member_values.items():
+            if not values:
+                raise ValueError(f"`{name}` is an empty list: list one value for each member, or give one for all.")
+            setattr(self, name, values[0])
+        check_numbers(self)  # a list in a recipe passes TRL's parser as it is
         for name, values in self.member_values.items():
             for value in (*values, values[0]):  # the first one last: it stays
                 setattr(self, name, value)
                 check_numbers(self)
-        check_numbers(self)  # a list in a recipe passes TRL's parser as it is
 
 
 def member_lora(model: ModelConfig) -> LoraConfig:
