@@ -150,9 +150,12 @@ def test_the_schedule_goes_on_at_a_childs_rate(unequal_run):
     groups = trainer.optimizer.param_groups
     assert [group["initial_lr"] for group in groups] == [*rates.values()]
     assert trainer.lr_scheduler.base_lrs == [*rates.values()]
-    assert trainer.state.log_history[5]["learning_rate"] > 0
-    # The last step ends a linear schedule. Before it, all rates are the same share of their base.
-    assert [group["lr"] for group in groups] == [0.0] * 4
+    step = trainer.state.log_history[0]
+    assert [step[f"member/{name}/learning_rate"] for name in rates] == [1e-2, 3e-3, 2e-2, 1e-3]
+    # The last step of seven, on a linear schedule. The last birth was after step 6.
+    last = trainer.state.log_history[6]
+    for name, rate in rates.items():
+        assert last[f"member/{name}/learning_rate"] == pytest.approx(rate / 7)
 
 
 def test_a_resumed_run_has_the_same_children_rates_and_ranks(random_base, unequal_run, tmp_path):
@@ -346,7 +349,9 @@ def test_each_row_is_sampled_at_its_members_temperature(random_base, tmp_path, w
     cold, warm = found[:8], found[8:]
     assert len({*map(tuple, cold[:4])}) == len({*map(tuple, cold[4:])}) == 1
     assert len({*map(tuple, warm)}) == 8
-    greedy = sample(random_base, tmp_path, generation_kwargs={"do_sample": False, **whole.get("generation_kwargs", {})})
+    greedy = sample(
+        random_base, tmp_path, generation_kwargs={"do_sample": False, **whole.get("generation_kwargs", {})}
+    )
     assert cold == greedy[:8]
 
 

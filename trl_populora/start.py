@@ -400,13 +400,14 @@ def list_lora_configs(
 
 
 def give_settings(population: Population, args: PopuLoRAConfig, configs: Sequence[LoraConfig]) -> None:
-    """Tells each member of a dataset run the values of the options in which the members differ."""
+    """
+    Tells each member of a dataset run its learning rate, in which children may differ, and the values of the options
+    in which the members differ.
+    """
     if len({(each.r, each.lora_alpha) for each in configs}) > 1:
         args.member_values["lora_r"] = [each.r for each in configs]
         args.member_values["lora_alpha"] = [each.lora_alpha for each in configs]
-    values = dict(args.member_values)
-    if args.hyperparameter_noise:  # children will differ
-        values.setdefault("learning_rate", [args.learning_rate] * len(population))
+    values = {"learning_rate": [args.learning_rate] * len(population)} | args.member_values
     for member in population:
         member.settings = {name: each[member.index] for name, each in values.items()}
 

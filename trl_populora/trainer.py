@@ -647,10 +647,12 @@ class PopuLoRATrainer(HubTrainer):
         temperatures = self.population.list_values("temperature", self.temperature)
         return temperatures if len({*temperatures}) > 1 else []
 
-    def _score_by_member(self, model: Any, members: Sequence[int]) -> Any:
+    def _score_by_member(self, model: Any, members: torch.Tensor) -> Any:
         """Wraps the model where members differ in temperature; `members` has the index of each row of the forward."""
         temperatures = self._temperatures
-        return divide_scores(model, [temperatures[member] for member in members]) if temperatures else model
+        if not temperatures:
+            return model
+        return divide_scores(model, [temperatures[member] for member in members.tolist()])
 
     # Update: rewards, advantages, micro-batches
 
@@ -729,7 +731,7 @@ class PopuLoRATrainer(HubTrainer):
         # TRL calls this for the old and reference log-probabilities of a whole step. For the loss, `_compute_loss`
         # puts a function of its own in this place.
         if not self.model.training:
-            members = [self.population[row[MEMBER]].index for row in self._asked]
+            members = torch.tensor([self.population[row[MEMBER]].index for row in self._asked])
             with self.router.route_to(members):
                 return super()._get_per_token_logps_and_entropies(
                     self._score_by_member(model, members),
@@ -744,7 +746,7 @@ class PopuLoRATrainer(HubTrainer):
         def forward(batch: microbatch.Batch) -> torch.Tensor:
             layout = microbatch.read_layout(batch)
             heads = batch["member"][layout.heads]
-            scored = self._score_by_member(model, heads.tolist())
+            scored = self._score_by_member(model, heads)
             with self.router.route_to(heads):
                 return layout.log_probs(compute, scored, *microbatch.join(batch), self.scorer.sharing)[0]
 
@@ -768,7 +770,7 @@ class PopuLoRATrainer(HubTrainer):
         heads = inputs["member"][layout.heads]
         self.router.set(heads, inputs["member_factor"][layout.heads])  # the backward needs it
         compute = super()._get_per_token_logps_and_entropies
-        scored, betas = self._score_by_member(model, heads.tolist()), start.choose_betas(self.args, self.population)
+        scored, betas = self._score_by_member(model, heads), start.choose_betas(self.args, self.population)
 
         def log_probs(model, ids, mask, length, **kwargs):
             found = layout.log_probs(partial(compute, **kwargs), scored, ids, mask, length, self.scorer.sharing)
@@ -835,6 +837,9 @@ class PopuLoRATrainer(HubTrainer):
         if self.accelerator.scaler is not None and not all(map(math.isfinite, norms.values())):
             lora_members.step_in_spite_of_overflow(self.accelerator.scaler, self.optimizer.optimizer)
         self._log_values({f"member/{name}/grad_norm": norms.get(name, 0.0) for name in self.population.adapters})
+        if "learning_rate" in self.args.member_values or self.args.hyperparameter_noise:
+            rates = {group["member"]: group["lr"] for group in self.optimizer.param_groups if "member" in group}
+            self._log_values({f"member/{name}/learning_rate": rate for name, rate in rates.items()})
         return torch.tensor(list(norms.values())).norm()
 
     def _get_grad_norm(self, model, grad_norm=None):

@@ -204,7 +204,8 @@ def write_member(model: nn.Module, name: str, factors: Mapping[str, torch.Tensor
         factors: As [`read_member`] returns them. Every rank must pass the same.
 
     Raises:
-        `ValueError`: If keys are missing or unexpected, or if a shape differs.
+        `ValueError`: If keys are missing or unexpected, if a shape differs, or if the member's rank is larger than its
+            matrices have room for.
     """
     parameters = member_parameters(model, name)
     if parameters.keys() != factors.keys():
@@ -214,6 +215,9 @@ def write_member(model: nn.Module, name: str, factors: Mapping[str, torch.Tensor
     shapes = {key: torch.Size(getattr(each, "ds_shape", each.shape)) for key, each in parameters.items()}
     # All shapes are checked before anything is written, so that a member is never half old and half new.
     for key, rank in member_ranks(model, name).items():
+        largest = shapes[key][0] if ".lora_A." in key else shapes[key][1]
+        if rank > largest:
+            raise ValueError(f"{name!r} cannot have rank {rank} at {key!r}: there is room for {largest}.")
         shape = (rank, shapes[key][1]) if ".lora_A." in key else (shapes[key][0], rank)
         if shape != factors[key].shape:
             raise ValueError(f"{key!r} must have shape {tuple(shape)}, got {tuple(factors[key].shape)}.")
@@ -418,9 +422,11 @@ def set_learning_rate(optimizer: Any, scheduler: Any, rates: Mapping[str, float]
     groups[name]["lr"] = rate * (shares[0] if shares else 1.0)
     if "initial_lr" in groups[name]:
         groups[name]["initial_lr"] = rate
-    inner = getattr(scheduler, "scheduler", scheduler)
-    if inner is not None and hasattr(inner, "base_lrs"):
-        inner.base_lrs[optimizer.param_groups.index(groups[name])] = rate
+    inner = getattr(scheduler, "scheduler", scheduler)  # without accelerate's wrapper
+    base_rates = [] if inner is None else vars(inner).get("base_lrs", [])  # `ReduceLROnPlateau` has none
+    for place, group in enumerate(optimizer.param_groups[: len(base_rates)]):
+        if group is groups[name]:
+            base_rates[place] = rate
 
 
 def check_groups(optimizer: torch.optim.Optimizer, model: nn.Module, rates: Mapping[str, float]) -> None:
