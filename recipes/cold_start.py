@@ -185,6 +185,8 @@ def prepare(recipe: ColdStartArguments, args: PopuLoRAConfig, model: MemberConfi
         `ValueError`: If something cannot be used, with the way out.
     """
     check_adapter_directory(args.warm_start, recipe.resume)
+    for option, values in model.member_values.items():
+        raise ValueError(f"`{option}={values}`: a cold start trains one adapter. Give one number.")
     name, args.model_init_kwargs = model.model_name_or_path or TINY, base_options(model, args.model_init_kwargs)
     args.prompt_style = choose_style(args.prompt_style, name, args.model_init_kwargs)
     check_is_base(resolve_model_path(name), model.model_revision)

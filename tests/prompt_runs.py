@@ -95,18 +95,20 @@ def population_trainer(
     output_dir,
     names: Sequence[str],
     table: Dataset = QUESTIONS,
+    lora: Any = None,
+    generations: int = 0,
     **options: Any,
 ) -> tuple[PopuLoRATrainer, Judge]:
-    """A population that writes as these names do, its members in this order."""
+    """A population that writes as these names do, its members in this order, from a generation on."""
     judge = Judge()
     own = {"students": len(names), "save_rollouts": False}
     args = PopuLoRAConfig(str(output_dir), **(SETTINGS | own | options))
-    trainer = PopuLoRATrainer(base, [judge, brief], args, table, peft_config=small_lora())
+    trainer = PopuLoRATrainer(base, [judge, brief], args, table, peft_config=lora or small_lora())
     writers = dict(zip(trainer.population.names, names, strict=True))
-    generations = iter(range(10**6))
+    numbers = iter(range(generations, 10**6))
 
     def record(prompts: list, members: Sequence[str], seeds: Any = None) -> list[Completion]:
-        number, places = next(generations), dict.fromkeys(members, 0)
+        number, places = next(numbers), dict.fromkeys(members, 0)
         found = []
         for prompt_ids, member in zip(trainer._tokenize_prompts(prompts)[0], members, strict=True):
             found.append(Completion(prompt_ids, write(writers[member], number, places[member]), ""))
@@ -120,10 +122,15 @@ def population_trainer(
 def population_run(base: str, output_dir, names: Sequence[str], **options: Any):
     """Trains such a population; returns trainer, judge, and gradients and factors by member."""
     trainer, judge = population_trainer(base, output_dir, names, **options)
+    return trainer, judge, *train_and_watch(trainer)
+
+
+def train_and_watch(trainer: PopuLoRATrainer) -> tuple[list, dict]:
+    """Trains a population; returns gradients and factors by member."""
     members = trainer.population.names
     parameters = {(m, key): p for m in members for key, p in member_parameters(trainer.model, m).items()}
     log = GradientLog(parameters)
     trainer.add_callback(log)
     trainer.train()
     gradients = [{m: {key: seen[m, key] for n, key in seen if n == m} for m in members} for seen in log.steps]
-    return trainer, judge, gradients, {name: read_member(trainer.model, name) for name in members}
+    return gradients, {name: read_member(trainer.model, name) for name in members}

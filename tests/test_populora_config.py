@@ -183,7 +183,10 @@ def test_what_a_refusal_suggests_passes_every_check_without_a_warning_of_lone_pr
         ({"students": "2"}, "`students` must be a whole number, got '2'"),
         ({"students": None}, "`students` must be a whole number, got None"),
         ({"learning_rate": "1e-5"}, "`learning_rate` must be a finite number, got '1e-5'"),
-        ({"learning_rate": [1e-5]}, r"`learning_rate` must be a finite number, got \[1e-05\]"),
+        (
+            {"learning_rate": [1e-5]},
+            r"`learning_rate=\[1e-05\]` lists a value for each member, which needs a `train_dat",
+        ),
         ({"reward_weights": [1.0, math.inf]}, r"`reward_weights` must be a list of finite numbers, got \[1.0, inf\]"),
     ],
 )

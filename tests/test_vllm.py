@@ -21,6 +21,7 @@ from vllm.lora.request import LoRARequest
 from trl_populora.generate.publish import Published, StaleAdapterError
 from trl_populora.hub.download import fetch
 from trl_populora.hub.push import push_run
+from trl_populora.lora.members import set_rank
 
 from .populora_run import make_trainer
 from .vllm_models import (
@@ -128,6 +129,40 @@ def test_mixed_rows_have_the_logprobs_of_their_members_after_each_of_five_publis
     print(f"largest log-probability difference per member and publishing: {max(differences):.1e}")
     assert len(differences) == 5 * MEMBERS
     assert max(differences) < 1e-3
+
+
+def test_each_member_is_sampled_at_its_own_temperature(served, monkeypatch):
+    temperatures = [0.5, 2.0, 1.0, 0.5, 0.7, 1.0, 1.5, 1.0]
+    monkeypatch.setattr(served.generation, "temperatures", temperatures)
+    served.publish_all(6)
+    rows = [*range(MEMBERS)] * 2
+    prompts = some_prompts(len(rows))
+    completions, logprobs = served.generate(rows, prompts)
+    expected = logprobs_of(
+        served.model,
+        served.router,
+        rows,
+        prompts,
+        completions,
+        torch.tensor([temperatures[row] for row in rows])[:, None, None],
+    )
+    assert largest_difference(logprobs, expected) < 1e-3
+
+
+def test_members_of_unequal_rank_and_alpha_are_served_with_their_own(served):
+    own = [{"lora_r": 1 + place % 4, "lora_alpha": 3 + place} for place in range(MEMBERS)]
+    try:
+        for name, settings in zip(served.names, own, strict=True):
+            set_rank(served.model, name, settings)
+        served.publish_all(8)
+        rows = [*range(MEMBERS)] * 2
+        prompts = some_prompts(len(rows))
+        completions, logprobs = served.generate(rows, prompts)
+        expected = logprobs_of(served.model, served.router, rows, prompts, completions)
+        assert largest_difference(logprobs, expected) < 1e-3
+    finally:
+        for name in served.names:
+            set_rank(served.model, name, {"lora_r": 4, "lora_alpha": 8})
 
 
 def test_members_differ(served, greedy):

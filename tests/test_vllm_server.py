@@ -85,14 +85,17 @@ def client(base, server, tmp_path):
 
 def test_mixed_rows_have_the_logprobs_of_their_members(client, server):
     rng = random.Random(0)
+    temperatures = [0.5 + 0.25 * member for member in range(MEMBERS)]
     for publishing in range(2):
         client.publish_all(publishing)
+        client.generation.temperatures = temperatures if publishing else ()  # at first TRL's, which is 1
         rows = [*range(MEMBERS)] * 4
         rng.shuffle(rows)
         prompts = [[rng.randrange(256) for _ in range(rng.randint(2, 9))] for _ in rows]
         prompts[1], rows[1] = prompts[0], rows[0]  # merged into one request
         completions, logprobs = client.generate(rows, prompts)
-        expected = logprobs_of(client.model, client.router, rows, prompts, completions)
+        scale = torch.tensor([temperatures[row] if publishing else 1.0 for row in rows])[:, None, None]
+        expected = logprobs_of(client.model, client.router, rows, prompts, completions, scale)
         assert largest_difference(logprobs, expected) < 1e-3
         assert sorted(server.models()[1:]) == sorted(a.name for a in client.generation.published.values())
     root = client.generation._shelf.root

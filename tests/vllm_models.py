@@ -69,8 +69,13 @@ def randomise(model, name: str, seed: int) -> None:
 
 
 @torch.no_grad()
-def logprobs_of(model, router: Router, rows, prompts, completions, temperature: float = 1.0) -> list[list[float]]:
-    """Log-probabilities of the completions' tokens, by transformers, every row with its own member."""
+def logprobs_of(
+    model, router: Router, rows, prompts, completions, temperature: float | torch.Tensor = 1.0
+) -> list[list[float]]:
+    """
+    Log-probabilities of the completions' tokens, by transformers, every row with its own member. `temperature` may be
+    `[R, 1, 1]`.
+    """
     longest = max(len(p) + len(c) for p, c in zip(prompts, completions, strict=True))
     ids = torch.zeros(len(prompts), longest, dtype=torch.long)
     for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):

@@ -143,7 +143,7 @@ def build_trainer(recipe, args, model):
     from trl import get_quantization_config
 
     from trl_populora.assets import TINY
-    from trl_populora.config import base_options, member_lora
+    from trl_populora.config import base_options, list_member_loras
     from trl_populora.tasks.dataset import read_held_out, read_tasks
     from trl_populora.trainer import PopuLoRATrainer
 
@@ -154,7 +154,7 @@ def build_trainer(recipe, args, model):
         train_dataset=read_tasks(recipe.seed_tasks),
         eval_dataset=read_held_out(recipe.eval_tasks, args.task_kinds),
         quantization_config=get_quantization_config(model),
-        peft_config=member_lora(model),
+        peft_config=list_member_loras(model),
     )
 
 

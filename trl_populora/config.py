@@ -16,6 +16,7 @@ In the order of reading:
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import os
@@ -30,7 +31,7 @@ from peft import LoraConfig
 from trl import GRPOConfig, ModelConfig, get_peft_config
 
 from trl_populora.files import drop_secrets
-from trl_populora.options import check_bounds, check_choices, check_numbers, find_function
+from trl_populora.options import OneOrMore, check_bounds, check_choices, check_numbers, find_function, read_list
 from trl_populora.population.evolution import Breeding, find_learning_roles
 from trl_populora.population.ratings import STRATEGIES
 from trl_populora.sandbox.pool import SandboxSettings
@@ -72,12 +73,14 @@ GAME_DEFAULTS = {
 }
 PROMPT_DEFAULTS = {"router_aux_loss_coef": 0.0, "teachers": 0, "evolve_every": 0}
 PROMPT_STREAMS = ("shared", "own")
+# TRL's options that a dataset run may give as a list with one value for each member.
+MEMBER_OPTIONS = ("learning_rate", "beta", "epsilon", "temperature", "seed")
 
 # Options of this package that a dataset run has, too. All others belong to the game.
 _SHARED_OPTIONS = {
     *("teachers", "students", "warm_start", "attempts_per_task", "member_prompts"),
     *("evolve_every", "evolve_burn_in", "cull_fraction", "crossover_rate", "tournament_size"),
-    *("mutations", "crossovers", "mutation_strength"),
+    *("mutations", "crossovers", "mutation_strength", "hyperparameter_noise"),
     *("generation_tokens", "vllm_engine_kwargs", "vllm_adapter_dir", "save_rollouts"),
 }
 
@@ -85,6 +88,16 @@ _SHARED_OPTIONS = {
 def _option(default: Any, text: str) -> Any:
     """Makes an inherited field with another default. The text is its line of `--help`."""
     return field(default=default, metadata={"help": text})
+
+
+_SEVERAL = {"nargs": "+", "action": OneOrMore}  # for argparse: one value, or one for each member
+
+
+def _member_option(name: str) -> Any:
+    """Makes TRL's field of this name, which may also be a list with one value for each member."""
+    inherited = GRPOConfig.__dataclass_fields__[name]
+    text = f"{inherited.metadata.get('help', '')} In a dataset run a list has one value for each member."
+    return field(default=inherited.default, metadata={"help": text, **_SEVERAL})
 
 
 def _describe(config: type[Settings]) -> type[Settings]:
@@ -192,6 +205,8 @@ class PopuLoRAConfig(GRPOConfig):
             paper's four of each sort with equal weights.
         mutation_strength: Factor on the strength of every mutation operator: 1 as published; with 0.5 children are
             nearer to the parent.
+        hyperparameter_noise: In a dataset run a child's learning rate is its parent's times exp(s * z), where s is
+            this number and z is drawn from a normal distribution (population-based training, arXiv 1711.09846).
 
         eval_attempts: Attempts of every student at every task of `eval_dataset`, sampled as in training.
             `eval_strategy` and `eval_on_start` say when. Without vLLM a process generates at most
@@ -231,9 +246,18 @@ class PopuLoRAConfig(GRPOConfig):
         "Optimizer steps. When None, 200 in the game, where `num_iterations` of them are a population step (paper: "
         "200); in a dataset run `num_train_epochs` counts.",
     )
-    learning_rate: float = _option(
-        None, "When None, 1e-5 in the game (AZR's 1e-6 for full weights, times 10 for LoRA), else TRL's 1e-6."
+    learning_rate: float = field(
+        default=None,  # type: ignore[assignment]
+        metadata={
+            "help": "When None, 1e-5 in the game (AZR's 1e-6 for full weights, times 10 for LoRA), else TRL's 1e-6. "
+            "In a dataset run a list has one value for each member.",
+            **_SEVERAL,
+        },
     )
+    beta: float = _member_option("beta")
+    epsilon: float = _member_option("epsilon")
+    temperature: float = _member_option("temperature")
+    seed: int = _member_option("seed")
     lr_scheduler_type: str = _option(
         None, "When None, 'constant' in the game (AZR: constant; children need it flat), else TRL's 'linear'."
     )
@@ -299,6 +323,7 @@ class PopuLoRAConfig(GRPOConfig):
     mutations: dict[str, Any] | str | None = None
     crossovers: dict[str, Any] | str | None = None
     mutation_strength: float = Breeding.mutation_strength
+    hyperparameter_noise: float = Breeding.hyperparameter_noise
 
     # Evaluation
     eval_attempts: int = 4
@@ -314,6 +339,9 @@ class PopuLoRAConfig(GRPOConfig):
 
     def __post_init__(self):
         self._given = dict(vars(self))  # what `for_prompts` starts from
+        # The options in which members differ, each with one value per member. The options themselves keep the first
+        # member's value, because TRL reads one.
+        self.member_values: dict[str, list[Any]] = {}
         self._no_game: ValueError | None = None
         try:
             self._settle_for_game()
@@ -336,6 +364,12 @@ class PopuLoRAConfig(GRPOConfig):
         for name, value in GAME_DEFAULTS.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
+        for name in MEMBER_OPTIONS:
+            if isinstance(value := getattr(self, name), (list, tuple)):
+                raise ValueError(
+                    f"`{name}={value!r:.120}` lists a value for each member, which needs a `train_dataset` with a "
+                    "column `prompt`. Give one number."
+                )
         # Types and bounds come first: everything below computes with the numbers.
         self._check_numbers()
         if self.single_agent:
@@ -365,6 +399,10 @@ class PopuLoRAConfig(GRPOConfig):
             )
         if self.member_prompts != PROMPT_STREAMS[0]:
             raise ValueError(f"`member_prompts={self.member_prompts}` needs a `train_dataset` with a column `prompt`.")
+        if self.hyperparameter_noise:
+            raise ValueError(
+                f"`hyperparameter_noise={self.hyperparameter_noise}` needs a `train_dataset` with a column `prompt`."
+            )
 
     def _derive_game_batch(self) -> None:
         """Derives the numbers of rows and micro-batches of a step of the game."""
@@ -430,7 +468,7 @@ class PopuLoRAConfig(GRPOConfig):
             `ValueError`: If these settings do not make one.
         """
         settled = object.__new__(type(self))
-        vars(settled).update(self._given, _given=self._given, _no_game=None)
+        vars(settled).update(self._given, _given=self._given, _no_game=None, member_values={})
         settled._settle_for_prompts()
         return settled
 
@@ -449,7 +487,9 @@ class PopuLoRAConfig(GRPOConfig):
         for name in GAME_DEFAULTS:
             if getattr(self, name) is None:
                 setattr(self, name, PROMPT_DEFAULTS.get(name, trl_defaults.get(name)))
+        lists = self._take_lists()
         self._check_numbers()
+        self._check_lists(lists)
         self.build(Breeding, roles=("student",))
         self._check_choices(("group", "batch", "none", True, False))
         if self.member_prompts == "own" and self.evolve_every:
@@ -464,6 +504,24 @@ class PopuLoRAConfig(GRPOConfig):
                 f"`evolve_every={self.evolve_every}` must be a multiple of the {self.optimizer_steps_per_generation} "
                 "optimizer steps of a generation, or a child would be trained on the rows of the member it replaced."
             )
+
+    def _take_lists(self) -> dict[str, list[Any]]:
+        """Takes the options that have a list with one value per member, and puts the first value in its place."""
+        lists = {}
+        for name in MEMBER_OPTIONS:
+            if isinstance(value := getattr(self, name), (list, tuple)):
+                lists[name] = read_list(name, value, self.students)
+                setattr(self, name, lists[name][0])
+        return lists
+
+    def _check_lists(self, lists: Mapping[str, list[Any]]) -> None:
+        """Checks all values of the lists, and keeps those lists in which members differ."""
+        for name, values in lists.items():
+            for value in (*values, values[0]):  # the first one last: it stays
+                setattr(self, name, value)
+                check_numbers(self)
+                check_bounds(self, BOUNDS)
+        self.member_values = {name: values for name, values in lists.items() if len({*values}) > 1}
 
     def _multiply_by_members(self) -> None:
         """
@@ -511,7 +569,7 @@ class PopuLoRAConfig(GRPOConfig):
 
     def to_dict(self):
         # Trackers get this. transformers hides settings that are tokens, but no token inside a setting that is a dict.
-        return {name: drop_secrets(value) for name, value in super().to_dict().items()}
+        return {name: drop_secrets(value) for name, value in (super().to_dict() | self.member_values).items()}
 
     def build(self, room: type[Settings], **further: Any) -> Settings:
         """
@@ -654,7 +712,7 @@ def settle_for_prompts(args: GRPOConfig) -> PopuLoRAConfig:
     # TRL has derived one from the other, and would refuse both.
     given["generation_batch_size"] = None
     vars(settled).update(own, **{name: value for name, value in given.items() if name in known})
-    vars(settled).update(_given=dict(vars(settled)), _no_game=None)
+    vars(settled).update(_given=dict(vars(settled)), _no_game=None, member_values={})
     settled._settle_for_prompts()
     return settled
 
@@ -803,10 +861,28 @@ class MemberConfig(ModelConfig):
     _argument_group_name = "Base and adapters"
     use_peft: bool = field(default=True, metadata={"help": "Always true: members are LoRA adapters."})
     lora_dropout: float = field(default=0.0, metadata={"help": "Always 0: dropout is not supported."})
+    lora_r: int = field(
+        default=16,
+        metadata={"help": "LoRA rank. In a dataset run a list has one value for each member.", **_SEVERAL},
+    )
+    lora_alpha: int = field(
+        default=32,
+        metadata={"help": "LoRA alpha. In a dataset run a list has one value for each member.", **_SEVERAL},
+    )
 
     def __post_init__(self):
         super().__post_init__()
+        lists = {name: getattr(self, name) for name in ("lora_r", "lora_alpha")}
+        self.member_values = {name: values for name, values in lists.items() if isinstance(values, list)}
+        for name, values in self.member_values.items():
+            if not values:
+                raise ValueError(f"`{name}` is an empty list: list one value for each member, or give one for all.")
+            setattr(self, name, values[0])
         check_numbers(self)  # a list in a recipe passes TRL's parser as it is
+        for name, values in self.member_values.items():
+            for value in (*values, values[0]):  # the first one last: it stays
+                setattr(self, name, value)
+                check_numbers(self)
 
 
 def member_lora(model: ModelConfig) -> LoraConfig:
@@ -827,6 +903,28 @@ def member_lora(model: ModelConfig) -> LoraConfig:
     if isinstance(lora.target_modules, str) and lora.target_modules.isidentifier():
         lora.target_modules = {lora.target_modules}
     return lora
+
+
+def list_member_loras(model: MemberConfig) -> LoraConfig | list[LoraConfig]:
+    """
+    Builds the `peft_config` of a trainer: one for all members, or a list if `lora_r` or `lora_alpha` is one.
+
+    Raises:
+        `ValueError`: As [`member_lora`]; also if `lora_r` and `lora_alpha` are lists of unequal length.
+    """
+    lora, lists = member_lora(model), model.member_values
+    lengths = {len(values) for values in lists.values()}
+    if not lists:
+        return lora
+    if len(lengths) > 1:
+        told = " and ".join(f"`{name}={values}`" for name, values in lists.items())
+        raise ValueError(f"{told} have unequal lengths. List one value for each member in both.")
+    ranks = lists.get("lora_r", [lora.r] * max(lengths))
+    alphas = lists.get("lora_alpha", [lora.lora_alpha] * max(lengths))
+    configs = [copy.copy(lora) for _ in ranks]
+    for config, r, alpha in zip(configs, ranks, alphas, strict=True):
+        config.r, config.lora_alpha = r, alpha
+    return configs
 
 
 def base_options(model: ModelConfig, given: Mapping[str, Any] | None) -> dict[str, Any]:

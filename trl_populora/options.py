@@ -5,14 +5,16 @@ In the order of reading:
 1. An option that names a user's own function, `"module:function"`: the function is imported. If it raises when it is
    called, the error names the option and what the function was given.
 2. An option that is a number, a number in bounds, or one of several choices.
+3. An option that has one value, or a list with one value for each member.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import math
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from numbers import Integral, Real
 from types import NoneType
@@ -168,3 +170,44 @@ def check_choices(settings: object, choices: Mapping[str, Collection[object]]) -
             raise ValueError(
                 f"`{name}` must be one of {', '.join(map(str, allowed))}, got {getattr(settings, name)!r}."
             )
+
+
+# Options with one value, or a list with one value for each member.
+
+
+class OneOrMore(argparse.Action):
+    """Takes `--option 1e-6` as a value, and `--option 1e-6 3e-6` as a list. Needs `nargs="+"`."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        setattr(namespace, self.dest, values[0] if len(values) == 1 else values)
+
+
+def read_list(name: str, values: Sequence[Any], members: int) -> list[Any]:
+    """
+    Reads the list of an option's values, one for each member. A text that is a number becomes one: YAML takes `1e-6`,
+    which has no point, for a text.
+
+    Args:
+        name: The option.
+        values: As the user has given them.
+        members: Number of members.
+
+    Raises:
+        `ValueError`: If the list has another length.
+    """
+    if len(values) != members:
+        raise ValueError(
+            f"`{name}={list(values)!r:.120}` lists {len(values)} value(s) for {members} member(s). List one for each "
+            f"(`students={len(values)}` makes as many members), or give one value for all."
+        )
+    return [_read_number(value) if isinstance(value, str) else value for value in values]
+
+
+def _read_number(text: str) -> Any:
+    """Turns a text into a number if it is one."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

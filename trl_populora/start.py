@@ -358,6 +358,60 @@ def make_default_lora() -> LoraConfig:
     return LoraConfig(r=32, lora_alpha=64, target_modules="all-linear")
 
 
+def list_lora_configs(
+    given: LoraConfig | Sequence[LoraConfig] | None, args: PopuLoRAConfig, prompts: bool
+) -> list[LoraConfig]:
+    """
+    Lists the adapter config of each adapter.
+
+    Args:
+        given: One config for all, a list with one for each member, or `None` for the default one.
+        args: Settings of the run.
+        prompts: Whether it is a dataset run.
+
+    Raises:
+        `TypeError`: If the list holds something else.
+        `ValueError`: If the list has another length than there are members, if it is not for a dataset run, or if its
+            configs differ in more than `r` and `lora_alpha`; also if members differ and evolution would cross them.
+    """
+    adapters = 1 if args.single_agent else args.teachers + args.students
+    if not isinstance(given, (list, tuple)):
+        return [make_default_lora() if given is None else given] * adapters
+    told = f"`peft_config` is a list of {len(given)} configs"
+    if not prompts:
+        raise ValueError(
+            f"{told}, and members differ only on a `train_dataset` with a column `prompt`. Give one `LoraConfig` for "
+            "all (on a command line, one `lora_r` and one `lora_alpha`)."
+        )
+    if len(given) != adapters:
+        raise ValueError(f"{told} for {adapters} member(s). Give one for each, or one `LoraConfig` for all.")
+    if others := [each for each in given if type(each) is not LoraConfig]:
+        raise TypeError(f"`peft_config` must hold `LoraConfig`s, got `{type(others[0]).__name__}`.")
+    first, *rest = ({**each.to_dict(), "r": 0, "lora_alpha": 0} for each in given)
+    for name in first:
+        if any(each[name] != first[name] for each in rest):
+            raise ValueError(f"{told} that differ in `{name}`: members may differ in `r` and `lora_alpha` alone.")
+    if args.evolve_every and args.crossover_rate and len({(each.r, each.lora_alpha) for each in given}) > 1:
+        raise ValueError(
+            f"`crossover_rate={args.crossover_rate}`: members of unequal rank or alpha cannot be crossed. Set "
+            "`crossover_rate` to 0: then children have one parent, and its rank and alpha."
+        )
+    return list(given)
+
+
+def give_settings(population: Population, args: PopuLoRAConfig, configs: Sequence[LoraConfig]) -> None:
+    """
+    Tells each member of a dataset run its learning rate, in which children may differ, and the values of the options
+    in which the members differ.
+    """
+    if len({(each.r, each.lora_alpha) for each in configs}) > 1:
+        args.member_values["lora_r"] = [each.r for each in configs]
+        args.member_values["lora_alpha"] = [each.lora_alpha for each in configs]
+    values = {"learning_rate": [args.learning_rate] * len(population)} | args.member_values
+    for member in population:
+        member.settings = {name: each[member.index] for name, each in values.items()}
+
+
 def load_base(
     model: str | PreTrainedModel, args: PopuLoRAConfig, quantization_config: BitsAndBytesConfig | None = None
 ) -> PreTrainedModel:
@@ -649,10 +703,17 @@ def _pad_processors(given: Any) -> list | None:
 
 def choose_learning_rates(args: PopuLoRAConfig, population: Population) -> dict[str, float]:
     """Chooses the learning rate of each adapter, by the adapter's name."""
-    rates = dict.fromkeys(population.adapters, args.learning_rate)
+    rates = dict(zip(population.adapters, population.list_values("learning_rate", args.learning_rate), strict=True))
     if args.teacher_learning_rate is not None:
         rates |= dict.fromkeys((each.name for each in population.teachers), args.teacher_learning_rate)
     return rates
+
+
+def choose_betas(args: PopuLoRAConfig, population: Population) -> list[float]:
+    """Chooses the weight of each adapter's KL term, by index. With `teacher_beta` the students have none."""
+    if args.teacher_beta:
+        return [args.teacher_beta if member.role == "teacher" else 0.0 for member in population]
+    return population.list_values("beta", args.beta)
 
 
 # The game.

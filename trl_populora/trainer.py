@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -45,6 +46,7 @@ from trl_populora.hub.push import HubTrainer
 from trl_populora.hub.warm_start import warm_start
 from trl_populora.lora import members as lora_members
 from trl_populora.lora.checks import is_quantised
+from trl_populora.lora.convert import find_widest
 from trl_populora.lora.layers import BASE, BASE_NAME, Router, add_members
 from trl_populora.population.evolution import EvolutionCallback
 from trl_populora.population.members import PRIOR_MU, PRIOR_SIGMA, Population
@@ -55,6 +57,7 @@ from trl_populora.run.read import read_population
 from trl_populora.run.saved_population import Shape, describe
 from trl_populora.step import microbatch
 from trl_populora.step.advantages import LOSS_NORMALISERS, Scorer, Scoring, average_by_role
+from trl_populora.step.by_row import PerRow, divide_scores
 from trl_populora.step.microbatch import LossMetrics
 from trl_populora.step.play import Game, play_step
 from trl_populora.step.player import Completion, Messages, Player
@@ -111,7 +114,8 @@ class PopuLoRATrainer(HubTrainer):
         processing_class: Tokenizer with a chat template; loaded with the base when `None`.
         reward_processing_classes, callbacks: As in TRL.
         quantization_config: Loads the base in 4 or 8 bits (`pip install -e ".[quantization]"`).
-        peft_config: Adapter of every member; rank 32, alpha 64, all linear layers when `None`.
+        peft_config: Adapter of every member; rank 32, alpha 64, all linear layers when `None`. In a dataset run a list
+            has one for each member; they may differ in `r` and `lora_alpha`.
 
     Raises:
         `TypeError`: If `args` is no [`PopuLoRAConfig`], `peft_config` no `LoraConfig`, or an argument unknown.
@@ -152,12 +156,13 @@ class PopuLoRATrainer(HubTrainer):
         reward_processing_classes: Any = None,
         callbacks: list[TrainerCallback] | None = None,
         quantization_config: BitsAndBytesConfig | None = None,
-        peft_config: LoraConfig | None = None,
+        peft_config: LoraConfig | list[LoraConfig] | None = None,
         **unsupported: Any,
     ):
         args = start.settle(PopuLoRAConfig("populora") if args is None else args, train_dataset)
-        lora_config = peft_config or start.make_default_lora()
-        start.check_setup(args, unsupported, model, lora_config)
+        lora_configs = start.list_lora_configs(peft_config, args, has_prompts(train_dataset))
+        widest = find_widest(lora_configs)
+        start.check_setup(args, unsupported, model, widest)
         args = start.copy_settings(args)
         parts = None  # of the game; a dataset run has none
         if has_prompts(train_dataset):
@@ -175,10 +180,16 @@ class PopuLoRATrainer(HubTrainer):
         base = start.load_base(model, args, quantization_config)
         tokenizer = start.load_tokenizer(base, processing_class, args, converses=self._converses)
         self.population = Population(args.teachers, args.students, args.single_agent)
+        if parts is None:
+            start.give_settings(self.population, args, lora_configs)
         # `uploads` comes before `Trainer.__init__`, which makes the repository and explains errors with it.
         self.router, self.uploads = Router(), push.Uploads(args)
         in_fp32 = not start.is_zero3(args)
-        members = add_members(base, self.population.adapters, lora_config, self.router, args.seed, in_fp32)
+        members = add_members(base, self.population.adapters, widest, self.router, args.seed, in_fp32)
+        for member in self.population if parts is None else ():
+            lora_members.set_rank(members, member.name, member.settings)
+            factors = lora_members.read_member(members, member.name)  # of its own rank
+            lora_members.write_member(members, member.name, factors)
         # Three settings are hidden from TRL's constructor. With `beta` it would copy an adapter as reference, where
         # the frozen base is the reference. With `model_init_kwargs` it would warn that they are ignored. With
         # `use_vllm` it would start an engine without adapters.
@@ -242,7 +253,7 @@ class PopuLoRATrainer(HubTrainer):
         args = self.args
         if is_quantised(base):
             lora_members.keep_fp32(self.model)
-        self.beta = args.beta or args.teacher_beta or 0.0
+        self.beta = max(start.choose_betas(args, self.population))
         scoring = {
             "settings": args.build(Scoring),
             "population": self.population,
@@ -492,8 +503,10 @@ class PopuLoRATrainer(HubTrainer):
             return super()._get_train_sampler(dataset)
         args, members = self.args, len(self.population.names)
         own = args.generation_batch_size // members
-        # With prompts of their own, members draw from seeds that no two share.
-        seeds = [args.seed + (place if args.member_prompts == "own" else 0) for place in range(members)]
+        # With prompts of their own, members draw from their own seeds, or else from seeds that no two share.
+        seeds = [args.seed] * members
+        if args.member_prompts == "own":
+            seeds = args.member_values.get("seed", [args.seed + place for place in range(members)])
         table = range(len(self.train_dataset) // members)
         streams = [
             RepeatSampler(
@@ -523,12 +536,22 @@ class PopuLoRATrainer(HubTrainer):
         """TRL's `rollout_func` in a dataset run: the members write, each to the prompts of its rows."""
         names = [row[MEMBER] for row in self._asked]
         with self._phases.time("generate") if self.model.training else nullcontext():
-            completions = self._generate_rows(prompts, names)
+            completions = self._generate_rows(prompts, names, self._seed_rows(names))
         rows = [PromptRow(*row) for row in zip(names, prompts, completions, strict=True)]
         answered = Played(rows, [])
         if self.model.training:
             self.played = answered
         return answered.tokens
+
+    def _seed_rows(self, names: Sequence[str]) -> list[int] | None:
+        """Draws a seed for each row's samples from its member's seed; `None` where members have one seed."""
+        seeds = self.args.member_values.get("seed")
+        if seeds is None:
+            return None
+        # transformers samples all rows with one generator, which all seeds decide.
+        own = {name: each if self.use_vllm else seeds for name, each in zip(self.population.names, seeds, strict=True)}
+        moment = self._step if self.model.training else "evaluation"
+        return [zlib.crc32(f"{own[name]} {moment} {self.accelerator.process_index}".encode()) for name in names]
 
     def _generate(self, prompts):
         found = super()._generate(prompts)
@@ -579,21 +602,57 @@ class PopuLoRATrainer(HubTrainer):
         rows = [BASE if name == BASE_NAME else self.population[name].index for name in members]
         if self.use_vllm:
             self.vllm_generation.seeds = seeds
+            self.vllm_generation.temperatures = self._temperatures
         most, longest = None if self.use_vllm else self.args.generation_tokens, self.args.max_completion_length
         with seed_samples(seeds):
             completion_ids, logprobs = decoding.complete_in_parts(self._complete, prompt_ids, rows, most, longest)
         return make_completions(self.processing_class, prompt_ids, completion_ids, logprobs)
 
     def _complete(self, prompt_ids: list[list[int]], members: list[int]) -> tuple[list, list | None]:
-        if self.use_vllm or self._generates_whole:
+        if self.use_vllm:
             with self.router.route_to(members):
                 return self._generate_single_turn(prompt_ids, None, {}, 1)
+        each = self._temperatures
+        temperatures = [self.temperature if member == BASE else each[member] for member in members] if each else None
+        if self._generates_whole:
+            return self._complete_whole(prompt_ids, members, temperatures), None
         kwargs = {"generation_kwargs": self.generation_kwargs}
         kwargs["gradient_checkpointing_kwargs"] = self.args.gradient_checkpointing_kwargs
         unwrapped = unwrap_model_for_generation(self.model_wrapped, self.accelerator, **kwargs)
         with profiling_context(self, "transformers.generate"), unwrapped as model:
             sampling, most = self.generation_config, self.args.generation_tokens
-            return decoding.complete(model, prompt_ids, members, self.router.route_to, sampling, most), None
+            route = self.router.route_to
+            return decoding.complete(model, prompt_ids, members, route, sampling, most, temperatures), None
+
+    def _complete_whole(
+        self, prompt_ids: list[list[int]], members: list[int], temperatures: list[float] | None
+    ) -> list[list[int]]:
+        """Lets TRL complete the rows, those of each temperature by themselves, because its call takes one."""
+        if temperatures is None:
+            with self.router.route_to(members):
+                return self._generate_single_turn(prompt_ids, None, {}, 1)[0]
+        completions: list[list[int]] = [[]] * len(members)
+        for temperature in sorted({*temperatures}):
+            own = [row for row, each in enumerate(temperatures) if each == temperature]
+            sampling = start.replace_attributes(self.generation_config, temperature=temperature)
+            with sampling, self.router.route_to([members[row] for row in own]):
+                found = self._generate_single_turn([prompt_ids[row] for row in own], None, {}, 1)[0]
+            for row, completion in zip(own, found, strict=True):
+                completions[row] = completion
+        return completions
+
+    @property
+    def _temperatures(self) -> list[float]:
+        """The temperature of each adapter, by index; empty if all have TRL's."""
+        temperatures = self.population.list_values("temperature", self.temperature)
+        return temperatures if len({*temperatures}) > 1 else []
+
+    def _score_by_member(self, model: Any, members: torch.Tensor) -> Any:
+        """Wraps the model where members differ in temperature; `members` has the index of each row of the forward."""
+        temperatures = self._temperatures
+        if not temperatures:
+            return model
+        return divide_scores(model, [temperatures[member] for member in members.tolist()])
 
     # Update: rewards, advantages, micro-batches
 
@@ -672,17 +731,24 @@ class PopuLoRATrainer(HubTrainer):
         # TRL calls this for the old and reference log-probabilities of a whole step. For the loss, `_compute_loss`
         # puts a function of its own in this place.
         if not self.model.training:
-            members = [self.population[row[MEMBER]].index for row in self._asked]
+            members = torch.tensor([self.population[row[MEMBER]].index for row in self._asked])
             with self.router.route_to(members):
                 return super()._get_per_token_logps_and_entropies(
-                    model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs
+                    self._score_by_member(model, members),
+                    input_ids,
+                    attention_mask,
+                    logits_to_keep,
+                    batch_size,
+                    **kwargs,
                 )
         compute = partial(super()._get_per_token_logps_and_entropies, **kwargs)
 
         def forward(batch: microbatch.Batch) -> torch.Tensor:
             layout = microbatch.read_layout(batch)
-            with self.router.route_to(batch["member"][layout.heads]):
-                return layout.log_probs(compute, model, *microbatch.join(batch), self.scorer.sharing)[0]
+            heads = batch["member"][layout.heads]
+            scored = self._score_by_member(model, heads)
+            with self.router.route_to(heads):
+                return layout.log_probs(compute, scored, *microbatch.join(batch), self.scorer.sharing)[0]
 
         rows = microbatch.part(input_ids, attention_mask, logits_to_keep, self.played.local_worth.members)
         batches = microbatch.cut(rows, self.played.plan, self.args.pad_to_multiple_of or 1)
@@ -694,27 +760,33 @@ class PopuLoRATrainer(HubTrainer):
 
     def _compute_loss(self, model, inputs):
         if not self.model.training:
-            with self.router.route_to(inputs["member"]):
+            with self.router.route_to(inputs["member"]), self._weigh_by_member(inputs["member"]):
                 return super()._compute_loss(model, inputs)
         # Skip a micro-batch without live rows on any rank, unless it is the last one before the optimizer step (DDP
         # synchronises there) or DeepSpeed runs.
         if not (inputs["live"] or self.accelerator.sync_gradients or self.is_deepspeed_enabled):
             return torch.zeros((), device=self.accelerator.device, requires_grad=True)
         layout = microbatch.read_layout(inputs)
-        self.router.set(inputs["member"][layout.heads], inputs["member_factor"][layout.heads])  # the backward needs it
+        heads = inputs["member"][layout.heads]
+        self.router.set(heads, inputs["member_factor"][layout.heads])  # the backward needs it
         compute = super()._get_per_token_logps_and_entropies
+        scored, betas = self._score_by_member(model, heads), start.choose_betas(self.args, self.population)
 
         def log_probs(model, ids, mask, length, **kwargs):
-            found = layout.log_probs(partial(compute, **kwargs), model, ids, mask, length, self.scorer.sharing)
-            if self.beta:
-                # Some rows are their own reference, so that their KL term and its gradient are 0: with `teacher_beta`
-                # the students' rows, and always filler rows, whose prompt is masked and whose KL might be infinite.
-                own = (inputs["pack"] < 0) | (inputs["member"] >= self.args.teachers) & bool(self.args.teacher_beta)
+            found = layout.log_probs(partial(compute, **kwargs), scored, ids, mask, length, self.scorer.sharing)
+            if any(betas):
+                # Some rows are their own reference, so that their KL term and its gradient are 0: those of members
+                # without a KL term, and always filler rows, whose prompt is masked and whose KL might be infinite.
+                free = torch.tensor([beta == 0 for beta in betas], device=inputs["member"].device)
+                own = (inputs["pack"] < 0) | free[inputs["member"]]
                 inputs["ref_per_token_logps"][own] = found[0].detach()[own]
             return found
 
         told: defaultdict[str, list[float]] = defaultdict(list)
-        with start.replace_attributes(self, _metrics={"train": told}, _get_per_token_logps_and_entropies=log_probs):
+        replaced = start.replace_attributes(
+            self, _metrics={"train": told}, _get_per_token_logps_and_entropies=log_probs
+        )
+        with replaced, self._weigh_by_member(inputs["member"]):
             loss = super()._compute_loss(model, inputs)
         on_all_ranks = len(inputs["member"]) * self.accelerator.num_processes
         self._loss_metrics.add(told, on_all_ranks, int(inputs["live"]), int(inputs["tokens"]))
@@ -722,6 +794,19 @@ class PopuLoRATrainer(HubTrainer):
         # may have more or fewer.
         by_rows = LOSS_NORMALISERS[self.loss_type] == "rows"
         return loss * (len(inputs["member"]) / self.args.per_device_train_batch_size if by_rows else 1.0)
+
+    def _weigh_by_member(self, members: torch.Tensor) -> AbstractContextManager:
+        """Lets TRL's loss inside the block have the `beta` and `epsilon` of each row's member; `members` is `[B]`."""
+        epsilons = self.population.list_values("epsilon", self.args.epsilon)
+        betas = start.choose_betas(self.args, self.population)
+        found: dict[str, Any] = {}
+        if len({*betas}) > 1:
+            found["beta"] = PerRow(torch.tensor(betas, device=members.device)[members])
+        if len({*epsilons}) > 1:
+            found["epsilon_low"] = torch.tensor(epsilons, device=members.device)[members][:, None]
+            if self.args.epsilon_high is None:  # then TRL takes `epsilon` for both
+                found["epsilon_high"] = found["epsilon_low"]
+        return start.replace_attributes(self, **found)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         if self.is_deepspeed_enabled:
@@ -752,6 +837,9 @@ class PopuLoRATrainer(HubTrainer):
         if self.accelerator.scaler is not None and not all(map(math.isfinite, norms.values())):
             lora_members.step_in_spite_of_overflow(self.accelerator.scaler, self.optimizer.optimizer)
         self._log_values({f"member/{name}/grad_norm": norms.get(name, 0.0) for name in self.population.adapters})
+        if "learning_rate" in self.args.member_values or self.args.hyperparameter_noise:
+            rates = {group["member"]: group["lr"] for group in self.optimizer.param_groups if "member" in group}
+            self._log_values({f"member/{name}/learning_rate": rate for name, rate in rates.items()})
         return torch.tensor(list(norms.values())).norm()
 
     def _get_grad_norm(self, model, grad_norm=None):
@@ -769,6 +857,7 @@ class PopuLoRATrainer(HubTrainer):
         operator: str = "written",
         mu: float = PRIOR_MU,
         sigma: float = PRIOR_SIGMA,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         """
         Replaces all of a member: weights, optimizer state, rating, age and version. Rows that still wait for an update
@@ -781,6 +870,7 @@ class PopuLoRATrainer(HubTrainer):
             parents: Identities of its parents, `name@version`.
             operator: What made it.
             mu, sigma: Its TrueSkill rating.
+            settings: Values of the options in which members differ; those of the member that goes when `None`.
 
         Raises:
             `KeyError`: If there is no such member.
@@ -788,13 +878,24 @@ class PopuLoRATrainer(HubTrainer):
         """
         if not sigma > 0:  # said before anything is replaced
             raise ValueError(f"`sigma` must be positive, got {sigma}.")
-        adapter = self.population.adapter(name)
-        lora_members.write_member(self.model_wrapped, adapter, factors)
+        adapter, member = self.population.adapter(name), self.population[name]
+        settings = member.settings if settings is None else settings
+        try:
+            lora_members.set_rank(self.model_wrapped, adapter, settings)
+            lora_members.write_member(self.model_wrapped, adapter, factors)
+        except ValueError:
+            lora_members.set_rank(self.model_wrapped, adapter, member.settings)  # nothing has been written
+            raise
         if self.optimizer is not None:
             lora_members.reset_optimizer_state(self.optimizer, self.model_wrapped, adapter)
+            if (rate := settings.get("learning_rate")) is not None:
+                rates = start.choose_learning_rates(self.args, self.population)
+                lora_members.set_learning_rate(self.optimizer, self.lr_scheduler, rates, adapter, rate)
         self._buffered_inputs = None
         self._last_loaded_step = -1  # makes TRL call `sync_weights` before it generates, also within this step
-        self.population.replace(name, step=step, parents=tuple(parents), operator=operator, mu=mu, sigma=sigma)
+        self.population.replace(
+            name, step=step, parents=tuple(parents), operator=operator, mu=mu, sigma=sigma, settings=settings
+        )
 
     @property
     def _stateful(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -39,9 +40,11 @@ class RoutedLLM(LLM):
         versions (`Sequence[Published]`): The adapter that answers each prompt of the next `generate`, length R.
         seeds (`Sequence[int | None]`, *optional*): Sampling seed of each row, length R. Without seeds, the engine's
             own generator draws the samples.
+        temperatures (`Mapping[str, float]`): Temperature by member, for those that have their own.
     """
 
     seeds: Sequence[int | None] | None = None
+    temperatures: Mapping[str, float] = MappingProxyType({})
 
     def __init__(self, *, routed_arguments: dict[str, Any], **kwargs: Any):
         super().__init__(**(kwargs | routed_arguments))
@@ -128,6 +131,7 @@ class RoutedLLM(LLM):
             each = sampling_params.clone()
             each.n = len(ask.rows)
             each.seed = ask.seed
+            each.temperature = self.temperatures.get(ask.version.member, each.temperature)
             each.detokenize = bool(each.stop)  # TRL reads token ids; the text is only needed to find stop strings
             params.append(each)
         adapters = [_make_lora_request(ask.version) for ask in asks]

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlparse
 
@@ -304,9 +305,11 @@ class LoRAServers:
         versions (`Sequence[Published]`): The adapter that answers each prompt of the next `generate`, length R.
         seeds (`Sequence[int | None]`, *optional*): Sampling seed of each row, length R. Without seeds, the servers'
             own generators draw the samples.
+        temperatures (`Mapping[str, float]`): Temperature by member, for those that have their own.
     """
 
     seeds: Sequence[int | None] | None = None
+    temperatures: Mapping[str, float] = MappingProxyType({})
 
     def __init__(self, urls: Sequence[str], **settings: Any):
         self.servers = [LoRAServer(url, **settings) for url in urls]
@@ -360,7 +363,10 @@ class LoRAServers:
 
         rows: list[Any] = [None] * len(prompts)
         with ThreadPoolExecutor(max_workers=min(len(batches), REQUESTS_AT_A_TIME)) as pool:
-            sent = {pool.submit(server.answer, asks, **params): asks for (server, *_), asks in batches.items()}
+            sent = {
+                pool.submit(server.answer, asks, **params | self._choose_temperature(version)): asks
+                for (server, version, *_), asks in batches.items()
+            }
             for done in as_completed(sent):
                 for ask, answer in zip(sent[done], done.result(), strict=True):
                     for row, completion in zip(ask.rows, answer, strict=True):
@@ -369,3 +375,8 @@ class LoRAServers:
         columns = [list(column) for column in zip(*rows, strict=True)]
         # Without log-probabilities every entry of a column is `None`. TRL expects a single `None` instead.
         return {key: None if column[0] is None else column for key, column in zip(keys, columns, strict=True)}
+
+    def _choose_temperature(self, version: Published) -> dict[str, float]:
+        """Returns a member's own temperature as a parameter of its requests; empty if it has TRL's."""
+        member = version.member
+        return {"temperature": self.temperatures[member]} if member in self.temperatures else {}

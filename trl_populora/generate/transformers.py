@@ -136,6 +136,7 @@ def complete(
     route: Callable[[list[int]], AbstractContextManager],
     sampling: GenerationConfig,
     cache_tokens: int | None = None,
+    temperatures: Sequence[float] | None = None,
 ) -> list[list[int]]:
     """
     Completes every prompt, by a CUDA graph if the base and the GPU allow it, else in rounds.
@@ -148,10 +149,15 @@ def complete(
             as its member does (see [`~trl_populora.lora.layers.Router.route_to`]).
         sampling: How to sample. `max_new_tokens`, `eos_token_id` and `pad_token_id` have to be set.
         cache_tokens: Tokens that the cache may hold. If it is given, prompts are read in parts.
+        temperatures: Temperature of each row, length R; that of `sampling` for all when `None`.
 
     Returns:
         Token ids of each row's completion, length R. An end token is part of the completion.
     """
+    warmth = [sampling.temperature] * len(prompts) if temperatures is None else temperatures
+    if len({*warmth}) > 1:
+        sampling = copy.copy(sampling)
+        sampling.temperature = 1.0  # `_divide_by_row` divides the scores instead
     # In this order a member's rows stand together, so the routed layers need not gather them.
     order = sorted(range(len(prompts)), key=lambda row: members[row])
     number: dict[tuple, int] = {}
@@ -171,7 +177,8 @@ def complete(
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     if can_record(base, sampling, cache, len(order), width + sampling.max_new_tokens):
         with torch.no_grad(), route([members[row] for row in order]), group_queries():
-            new = generate_with_graph(base, cache, ids, mask, going, sampling)
+            divide = _divide_by_row([warmth[row] for row in order], model.device)
+            new = generate_with_graph(base, cache, ids, mask, going, sampling, divide)
         for row, tokens in zip(order, _cut_at_end(new, sampling)[0], strict=True):
             completions[row] = tokens
         return completions
@@ -185,7 +192,15 @@ def complete(
         part.max_new_tokens = min(ROUND, width + sampling.max_new_tokens - ids.shape[1])
         part.return_dict_in_generate = True
         with torch.no_grad(), route([members[row] for row in rows]), group_queries():
-            output = model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, generation_config=part)
+            # transformers applies these processors before those that look at probabilities, such as `top_p`.
+            divide = _divide_by_row([warmth[row] for row in rows], model.device)
+            output = model.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                past_key_values=cache,
+                generation_config=part,
+                logits_processor=divide,
+            )
         new, ids, cache = output.sequences[:, ids.shape[1] :], output.sequences, output.past_key_values
         mask = torch.cat([mask, torch.ones_like(new)], dim=1)
         found, ended = _cut_at_end(new, sampling)
@@ -197,6 +212,14 @@ def complete(
         going = (~ended).nonzero().squeeze(1)
         rows = [rows[position] for position in going.tolist()]
     return completions
+
+
+def _divide_by_row(temperatures: Sequence[float | None], device: torch.device) -> LogitsProcessorList:
+    """Makes the processor that divides each row's scores by its temperature; none where all rows have one."""
+    if len({*temperatures}) == 1:
+        return LogitsProcessorList()
+    divisors = torch.tensor(temperatures, device=device)[:, None]
+    return LogitsProcessorList([lambda ids, scores: scores / divisors])
 
 
 def complete_whole(
@@ -504,6 +527,7 @@ def generate_with_graph(
     mask: torch.Tensor,
     prompts: torch.Tensor,
     sampling: GenerationConfig,
+    before: LogitsProcessorList | None = None,
 ) -> torch.Tensor:
     """
     Generates all rows with one CUDA graph, which is replayed for every token but the first.
@@ -520,6 +544,7 @@ def generate_with_graph(
         mask: 0 where a prompt is padded, else 1, `[N, P]`.
         prompts: Number of each row's prompt, `[R]`.
         sampling: How to sample. `max_new_tokens`, `eos_token_id` and `pad_token_id` have to be set.
+        before: What is applied to the scores before what `sampling` asks for.
 
     Returns:
         Token ids of the completions, `[R, T]`. Tokens behind a row's end token mean nothing.
@@ -530,7 +555,7 @@ def generate_with_graph(
     width, longest = ids.shape[1], sampling.max_new_tokens
     length = -(-(width + longest) // _ALIGNED) * _ALIGNED
     token_pass = _TokenPass(base, cache, ids, mask, prompts, length)
-    processors = _make_processors(sampling)
+    processors = LogitsProcessorList([*(before or ()), *_make_processors(sampling)])
     texts = torch.full((len(prompts), width + longest), sampling.pad_token_id, device=ids.device)
     texts[:, :width] = ids[prompts]
     ends = torch.tensor(sampling.eos_token_id, device=ids.device).view(-1)

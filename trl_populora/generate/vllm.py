@@ -38,7 +38,7 @@ from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_populora.lora import members as lora_members
-from trl_populora.lora.convert import fold
+from trl_populora.lora.convert import find_widest, fold
 from trl_populora.lora.layers import BASE, BASE_NAME, Router
 
 from . import publish
@@ -73,9 +73,12 @@ class PopulationGeneration(VLLMGeneration):
 
     Attributes:
         seeds (`Sequence[int]`, *optional*): Sampling seeds of the next `generate`, one per row, length R.
+        temperatures (`Sequence[float]`): Temperature of each member, in the order of `members`; TRL's for all members
+            when empty.
     """
 
     seeds: Sequence[int] | None = None
+    temperatures: Sequence[float] = ()
     _llm_weights_sleeping: bool
 
     def __init__(
@@ -121,7 +124,7 @@ class PopulationGeneration(VLLMGeneration):
 
     def _choose_engine_arguments(self) -> dict[str, Any]:
         """Chooses engine arguments that TRL lacks or gets wrong. The user's own override them."""
-        count, config = len(self.members), self.model.peft_config[self.members[0]]
+        count, config = len(self.members), self._widest
         computed_in = {"bf16": "bfloat16", "fp16": "float16"}
         base_dtype = str(self.model.get_input_embeddings().weight.dtype).removeprefix("torch.")
         return (
@@ -140,6 +143,11 @@ class PopulationGeneration(VLLMGeneration):
             | (self._forbid_chunked_prefill() if self.accelerator.device.type == "cpu" else {})
             | self.engine_kwargs
         )
+
+    @property
+    def _widest(self) -> LoraConfig:
+        """The configuration of the member with the largest rank."""
+        return find_widest([self.model.peft_config[name] for name in self.members])
 
     def _forbid_chunked_prefill(self) -> dict[str, Any]:
         """Chooses engine arguments with which vLLM reads every prompt in one piece."""
@@ -167,7 +175,7 @@ class PopulationGeneration(VLLMGeneration):
             request_timeout=self.request_timeout,
             advice=partial(_advise, self.output_dir),
         )
-        config = self.model.peft_config[self.members[0]]
+        config = self._widest
         keys = lora_members.member_parameters(self.model, self.members[0])
         modules = {_name_module(key) for key in keys}
         for server in servers.servers:
@@ -207,7 +215,8 @@ class PopulationGeneration(VLLMGeneration):
             self._count += 1
             adapter = Published(member, f"{member}-{self._run}-{self._count}", self._count)
             factors = self._read_factors(member)
-            config = self.model.peft_config[self.members[0]]
+            # The base has the shapes of the first member, see `_read_factors`.
+            config = self.model.peft_config[self.members[0] if member == BASE_NAME else member]
             if self.mode == "colocate":
                 self.llm.load(adapter, *fold(factors, config))
             elif self.backend is not None:
@@ -312,6 +321,7 @@ class PopulationGeneration(VLLMGeneration):
             names = [BASE_NAME if row == BASE else self.members[row] for row in all_rows]
             self.backend.versions = [self.published[name] for name in names]
             self.backend.seeds = seeds
+            self.backend.temperatures = dict(zip(self.members, self.temperatures, strict=False))
         return super().generate(prompts, images, num_generations, profiler)
 
     def _gather_rows(self, rows: list[int]) -> tuple[list[int], list[int | None]]:

@@ -144,8 +144,11 @@ def _start_from_population(root: Path, model: torch.nn.Module, population: Popul
             )
         for place, member in enumerate(population.role(role)):
             source: dict[str, Any] = ranked[place % len(ranked)]
-            adapter = population.adapter(member.name)
-            write_member_file(model, adapter, root / source["adapter"] / "adapter_model.safetensors")
+            adapter, found = population.adapter(member.name), root / source["adapter"]
+            if "lora_r" in {*source.get("settings", {}), *member.settings}:  # its rank or alpha may be another one
+                write_adapter(model, adapter, found, shape)
+            else:
+                write_member_file(model, adapter, found / "adapter_model.safetensors")
             member.mu = source["mu"]
             member.sigma = source["sigma"] if place < len(ranked) else PRIOR_SIGMA
             member.parents = (f"{source['name']}@{source['version']}",)

@@ -26,6 +26,20 @@ def find_largest_rank(lora_config: LoraConfig) -> int:
     return max([lora_config.r, *lora_config.rank_pattern.values()])
 
 
+def find_widest(configs: Sequence[LoraConfig]) -> LoraConfig:
+    """Finds the configuration with the largest rank."""
+    return max(configs, key=lambda config: config.r)  # `rank_pattern` is the same in all
+
+
+def find_scaling(config: LoraConfig, module: str) -> tuple[int, float, float]:
+    """Finds the rank, the alpha and the scaling that a configuration gives to a module, as PEFT finds them."""
+    # Keys of the patterns name modules of the base, without PEFT's prefix.
+    name = module.removeprefix("base_model.model.")
+    rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), name), config.r)
+    alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), name), config.lora_alpha)
+    return rank, alpha, alpha / (rank**0.5 if config.use_rslora else rank)
+
+
 def fold(factors: Mapping[str, torch.Tensor], config: LoraConfig) -> tuple[Mapping[str, torch.Tensor], LoraConfig]:
     """
     Gives all modules of an adapter one rank and one scaling, because vLLM knows one of each.
@@ -86,7 +100,7 @@ def _fold_scalings(
         a, b = factors[key], factors[f"{module}.lora_B.weight"]
         short = rank - len(a)
         folded[key] = pad(a, (0, 0, 0, short))
-        folded[f"{module}.lora_B.weight"] = pad(b * _compute_scaling(config, module, len(a)), (0, short))
+        folded[f"{module}.lora_B.weight"] = pad(b * find_scaling(config, module)[2], (0, short))
     # With alpha = r the scaling is 1: every B already holds the scaling of its module.
     config = copy.copy(config)
     config.r = config.lora_alpha = rank
@@ -156,15 +170,7 @@ def fold_into(
                 f"{own[key].shape[1]} to {own[other].shape[0]}."
             )
         # The member multiplies by its own scaling in every forward. B makes up for the difference.
-        ratio = _compute_scaling(given_config, module, rank) / _compute_scaling(own_config, module, largest)
+        ratio = find_scaling(given_config, module)[2] / find_scaling(own_config, module)[2]
         factors[key], factors[other] = own[key].clone(), torch.zeros_like(own[other])
         factors[key][:rank], factors[other][:, :rank] = a, ratio * b
     return factors
-
-
-def _compute_scaling(config: LoraConfig, module: str, rank: int) -> float:
-    """Computes the factor that PEFT multiplies `B A x` by in one module."""
-    # Keys of `alpha_pattern` name modules of the base, without PEFT's prefix.
-    name = module.removeprefix("base_model.model.")
-    alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), name), config.lora_alpha)
-    return alpha / (rank**0.5 if config.use_rslora else rank)

@@ -265,14 +265,15 @@ class RoutedLinear(nn.Module, LoraLayer):
             route.keep((self, name), partial(self._stack, name, route)) if decodes else self._stack(name, route)
             for name in ("lora_A", "lora_B")
         )
-        scaling = self.scaling[self.members[0]]  # members share one configuration, so they share the scaling
+        scalings = [self.scaling[self.members[member]] for member in route.present]
         # With equally many rows per member, two batched matmuls do for all members.
         if route.equal:
             segments = x.reshape(len(route.present), -1, self.in_features)
-            hidden = torch.bmm(segments, factor_a.transpose(1, 2)) * scaling
+            hidden = _scale(torch.bmm(segments, factor_a.transpose(1, 2)), scalings, route)
             return torch.bmm(hidden, factor_b.transpose(1, 2)).reshape(*x.shape[:-1], self.out_features)
-        parts = zip(x.split(route.counts), factor_a.unbind(), factor_b.unbind(), strict=True)
-        return torch.cat([nn.functional.linear(nn.functional.linear(part, a) * scaling, b) for part, a, b in parts])
+        linear = nn.functional.linear
+        parts = zip(x.split(route.counts), factor_a.unbind(), factor_b.unbind(), scalings, strict=True)
+        return torch.cat([linear(linear(part, a) * scaling, b) for part, a, b, scaling in parts])
 
     def _stack(self, factors: str, route: Route) -> torch.Tensor:
         """Stacks `lora_A` or `lora_B` of the present members, `[N, r, in]` or `[N, out, r]`."""
@@ -308,6 +309,16 @@ class RoutedLinear(nn.Module, LoraLayer):
                 f"The route names member {route.present[-1]}, there are {len(self.members)} members (indices from 0)."
             )
         return route
+
+
+def _scale(hidden: torch.Tensor, scalings: Sequence[float], route: Route) -> torch.Tensor:
+    """Multiplies each present member's part of `hidden`, `[N, ., r]`, by its scaling."""
+    if len({*scalings}) == 1:
+        return hidden * scalings[0]
+    key = ("scalings", *scalings, hidden.device)
+    factors = route.keep(key, lambda: torch.tensor(scalings).view(-1, 1, 1).to(hidden.device))
+    # In fp32 and then rounded, as with a Python number: in bf16 the scaling itself would be rounded.
+    return (hidden * factors).to(hidden.dtype)
 
 
 class _Stack(torch.autograd.Function):

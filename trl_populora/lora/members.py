@@ -20,6 +20,7 @@ import logging
 import math
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
@@ -32,7 +33,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trl_populora.files import FORMAT, read_json, write_json
 
-from .layers import routed_layers
+from .convert import find_scaling
+from .layers import RoutedLinear, routed_layers
 
 
 logger = logging.getLogger(__name__)
@@ -70,14 +72,31 @@ def member_parameters(model: nn.Module, name: str) -> dict[str, nn.Parameter]:
         `KeyError`: If the model has no member of that name.
     """
     parameters = {}
+    for path, layer in _find_layers(model, name).items():
+        parameters[f"{path}.lora_A.weight"] = layer.lora_A[name].weight
+        parameters[f"{path}.lora_B.weight"] = layer.lora_B[name].weight
+    return parameters
+
+
+def _find_layers(model: nn.Module, name: str) -> dict[str, RoutedLinear]:
+    """Finds the routed layers by the module's part of PEFT's state-dict keys, and checks that they know the member."""
+    layers = {}
     for path, layer in routed_layers(unwrap_peft_model(model)).items():
         for part in _WRAPPER_PARTS:
             path = path.replace(part, "")
         if name not in layer.members:
             raise KeyError(f"There is no member {name!r}; the members are {list(layer.members)}.")
-        parameters[f"{path}.lora_A.weight"] = layer.lora_A[name].weight
-        parameters[f"{path}.lora_B.weight"] = layer.lora_B[name].weight
-    return parameters
+        layers[path] = layer
+    return layers
+
+
+def member_ranks(model: nn.Module, name: str) -> dict[str, int]:
+    """Finds the rank of each of a member's matrices, by the keys of [`member_parameters`]."""
+    return {
+        f"{path}.{factor}.weight": layer.r[name]
+        for path, layer in _find_layers(model, name).items()
+        for factor in ("lora_A", "lora_B")
+    }
 
 
 def unwrap_peft_model(model: nn.Module) -> PeftModel:
@@ -98,9 +117,32 @@ def keep_fp32(model: nn.Module) -> None:
             parameter.data = parameter.data.float()
 
 
+def set_rank(model: nn.Module, name: str, settings: Mapping[str, Any]) -> None:
+    """
+    Gives a member a rank and alpha of its own. Write the member anew afterwards ([`write_member`]).
+
+    The matrices of all members have the largest rank. A member of a smaller rank has zeros in the further rows of A
+    and columns of B. Their gradients are zero, so they stay zero. Modules that `rank_pattern` or `alpha_pattern` names
+    keep the rank or alpha that stands there.
+
+    Args:
+        model: The model, wrapped or not.
+        name: The member.
+        settings: The member's settings. `lora_r` is at most the rank of the matrices. Without `lora_r` and
+            `lora_alpha` nothing changes.
+    """
+    if "lora_r" not in settings:
+        return
+    config = unwrap_peft_model(model).peft_config[name]
+    config.r, config.lora_alpha = settings["lora_r"], settings["lora_alpha"]
+    for path, layer in _find_layers(model, name).items():
+        layer.r[name], layer.lora_alpha[name], layer.scaling[name] = find_scaling(config, path)
+
+
 def read_member(model: nn.Module, name: str, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """
-    Copies one member's factors to the CPU, whole even where ranks hold parts of them.
+    Copies one member's factors to the CPU, whole even where ranks hold parts of them, and without the zeros that fill
+    its matrices up to the largest rank.
 
     Under ZeRO the copy is made from the fp32 master, because training continues from the master.
 
@@ -112,7 +154,21 @@ def read_member(model: nn.Module, name: str, dtype: torch.dtype = torch.float32)
     Returns:
         For each routed layer `A`, shape `[r, in]`, and `B`, shape `[out, r]`. Keys are as in [`member_parameters`].
     """
-    return {key: _copy_full(parameter, dtype) for key, parameter in member_parameters(model, name).items()}
+    ranks = member_ranks(model, name)
+    return {
+        key: _cut(_copy_full(parameter, dtype), key, ranks[key])
+        for key, parameter in member_parameters(model, name).items()
+    }
+
+
+def _cut(value: torch.Tensor, key: str, rank: int) -> torch.Tensor:
+    """Cuts a matrix to its member's rank."""
+    return (value[:rank] if ".lora_A." in key else value[:, :rank]).contiguous()
+
+
+def _fill_up(value: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Fills a matrix of a member's rank up with zeros to the shape of its parameter."""
+    return nn.functional.pad(value, (0, shape[1] - value.shape[1], 0, shape[0] - value.shape[0]))
 
 
 def adds_nothing(model: nn.Module, name: str) -> bool:
@@ -148,20 +204,25 @@ def write_member(model: nn.Module, name: str, factors: Mapping[str, torch.Tensor
         factors: As [`read_member`] returns them. Every rank must pass the same.
 
     Raises:
-        `ValueError`: If keys are missing or unexpected, or if a shape differs.
+        `ValueError`: If keys are missing or unexpected, if a shape differs, or if the member's rank is larger than its
+            matrices have room for.
     """
     parameters = member_parameters(model, name)
     if parameters.keys() != factors.keys():
         missing, unexpected = sorted(parameters.keys() - factors.keys()), sorted(factors.keys() - parameters.keys())
         raise ValueError(f"`factors` for {name!r} must have the member's keys: missing {missing}, extra {unexpected}.")
+    # A parameter that ZeRO-3 has partitioned looks empty. `ds_shape` keeps its shape.
+    shapes = {key: torch.Size(getattr(each, "ds_shape", each.shape)) for key, each in parameters.items()}
     # All shapes are checked before anything is written, so that a member is never half old and half new.
-    for key, parameter in parameters.items():
-        # A parameter that ZeRO-3 has partitioned looks empty. `ds_shape` keeps its shape.
-        shape = getattr(parameter, "ds_shape", parameter.shape)
+    for key, rank in member_ranks(model, name).items():
+        largest = shapes[key][0] if ".lora_A." in key else shapes[key][1]
+        if rank > largest:
+            raise ValueError(f"{name!r} cannot have rank {rank} at {key!r}: there is room for {largest}.")
+        shape = (rank, shapes[key][1]) if ".lora_A." in key else (shapes[key][0], rank)
         if shape != factors[key].shape:
             raise ValueError(f"{key!r} must have shape {tuple(shape)}, got {tuple(factors[key].shape)}.")
     for key, parameter in parameters.items():
-        _write_parameter(parameter, factors[key])
+        _write_parameter(parameter, _fill_up(factors[key], shapes[key]))
 
 
 def _write_parameter(parameter: nn.Parameter, value: torch.Tensor) -> None:
@@ -340,6 +401,32 @@ def member_param_groups(model: nn.Module, rates: Mapping[str, float], weight_dec
         }
         for name, rate in rates.items()
     ]
+
+
+def set_learning_rate(optimizer: Any, scheduler: Any, rates: Mapping[str, float], name: str, rate: float) -> None:
+    """
+    Gives a member another learning rate, on which the schedule goes on where it is.
+
+    Args:
+        optimizer: The trainer's optimizer, with the groups of [`member_param_groups`]. It may be wrapped.
+        scheduler: The trainer's scheduler, or `None`. It may be wrapped.
+        rates: The learning rate of each member until now, by name, without what the schedule has made of it.
+        name: The member.
+        rate: Its learning rate.
+    """
+    groups = {group["member"]: group for group in optimizer.param_groups if "member" in group}
+    if name not in groups:
+        return  # an optimizer of the user's own without our groups
+    # The schedule scales all groups alike. A rate of 0 does not show by how much.
+    shares = [groups[other]["lr"] / each for other, each in rates.items() if each and other in groups]
+    groups[name]["lr"] = rate * (shares[0] if shares else 1.0)
+    if "initial_lr" in groups[name]:
+        groups[name]["initial_lr"] = rate
+    inner = getattr(scheduler, "scheduler", scheduler)  # without accelerate's wrapper
+    base_rates = [] if inner is None else vars(inner).get("base_lrs", [])  # `ReduceLROnPlateau` has none
+    for place, group in enumerate(optimizer.param_groups[: len(base_rates)]):
+        if group is groups[name]:
+            base_rates[place] = rate
 
 
 def check_groups(optimizer: torch.optim.Optimizer, model: nn.Module, rates: Mapping[str, float]) -> None:

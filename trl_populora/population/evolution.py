@@ -108,6 +108,7 @@ class Breeding:
         tournament_size: Survivors drawn for each parent. The fittest of them is the parent.
         mutations, crossovers: Weights of the operators, see [`read_mixture`].
         mutation_strength: Strength of mutations. Crossovers have strength 1.
+        hyperparameter_noise: s, see [`inherit`].
         seed: Decides every random choice, together with the step.
         roles: Roles that evolve.
 
@@ -123,13 +124,14 @@ class Breeding:
     mutations: Mapping[str, float] | str | None = None
     crossovers: Mapping[str, float] | str | None = None
     mutation_strength: float = 1.0
+    hyperparameter_noise: float = 0.0
     seed: int = 0
     roles: tuple[str, ...] = ROLES
 
     def __post_init__(self):
         check_numbers(self)
         bounds = {
-            ">= 0": "evolve_every evolve_burn_in cull_fraction crossover_rate mutation_strength",
+            ">= 0": "evolve_every evolve_burn_in cull_fraction crossover_rate mutation_strength hyperparameter_noise",
             ">= 1": "tournament_size",
             "< 1": "cull_fraction",
             "<= 1": "crossover_rate",
@@ -241,6 +243,17 @@ def rate_newborn(parents: Sequence[Member]) -> tuple[float, float]:
     return fmean(parent.mu for parent in parents), min(math.sqrt(variance), PRIOR_SIGMA)
 
 
+def inherit(parent: Member, noise: float, seed: int) -> dict[str, Any]:
+    """
+    Makes the settings of a child: those of its parent. The learning rate is multiplied by exp(noise * z), with z from
+    a normal distribution that `seed` decides (population-based training, arXiv 1711.09846).
+    """
+    settings = dict(parent.settings)
+    if noise:
+        settings["learning_rate"] *= math.exp(noise * random.Random(f"noise {seed}").gauss(0.0, 1.0))
+    return settings
+
+
 def find_learning_roles(rate: float, teachers: float | None) -> tuple[str, ...]:
     """
     Finds the roles that evolve. A role with learning rate 0 does not, if `teacher_learning_rate` is set.
@@ -335,6 +348,7 @@ class EvolutionCallback(TrainerCallback):
         child = self._broadcast_from_main(breed(birth, factors))
         likeness = [compare(child, parent) for parent in factors]
         mu, sigma = rate_newborn(parents)
+        settings = inherit(parents[0], self.breeding.hyperparameter_noise, birth.seed)
         self.replace(
             birth.name,
             child,
@@ -343,6 +357,7 @@ class EvolutionCallback(TrainerCallback):
             operator=birth.operator,
             mu=mu,
             sigma=sigma,
+            settings=settings,
         )
         return {
             "step": step,
@@ -357,6 +372,7 @@ class EvolutionCallback(TrainerCallback):
             "sigma": sigma,
             "cosine": [_drop_nan(pair["cosine"]) for pair in likeness],
             "norm_ratio": [_drop_nan(pair["norm_ratio"]) for pair in likeness],
+            **({"settings": settings} if settings else {}),
         }
 
     def _broadcast_from_main(self, factors: Factors) -> Factors:

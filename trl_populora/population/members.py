@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -36,6 +36,7 @@ class Member:
         parents: The parents as `name@version`, because another member may have the parent's name later.
         operator: Name of the operator that has made this member; `"init"` if none has.
         version: How many holders the name had before.
+        settings: Values of the options in which members differ, by option. A child inherits them.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Member:
     parents: tuple[str, ...] = ()
     operator: str = "init"
     version: int = 0
+    settings: dict[str, Any] = field(default_factory=dict)
 
     @property
     def identity(self) -> str:
@@ -120,6 +122,10 @@ class Population:
         """Returns the members of one role, in order."""
         return [member for member in self.members if member.role == role]
 
+    def list_values(self, option: str, default: Any) -> list[Any]:
+        """Lists the value of an option for each adapter, by index. `default` is that of members without their own."""
+        return [*{member.index: member.settings.get(option, default) for member in self.members}.values()]
+
     @staticmethod
     def fitness(member: Member) -> float:
         """Returns the number by which evolution selects: mu."""
@@ -152,6 +158,7 @@ class Population:
         operator: str,
         mu: float = PRIOR_MU,
         sigma: float = PRIOR_SIGMA,
+        settings: Mapping[str, Any] | None = None,
     ) -> Member:
         """
         Replaces the member `name` by a newborn of the same name: the next version, with age 0.
@@ -162,6 +169,7 @@ class Population:
             parents: The newborn's parents as `name@version`.
             operator: Name of the operator that has made it.
             mu, sigma: The newborn's rating.
+            settings: The newborn's settings; those of the member that goes when `None`.
 
         Returns:
             The newborn.
@@ -178,6 +186,8 @@ class Population:
         member.age, member.born = 0, step
         member.parents, member.operator = tuple(parents), operator
         member.version += 1
+        if settings is not None:
+            member.settings = dict(settings)
         return member
 
     def state_dict(self) -> dict[str, Any]:

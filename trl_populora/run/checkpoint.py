@@ -400,7 +400,9 @@ def load_members(directory: str, model: torch.nn.Module, population: Population,
         `ValueError`: If a file is missing, broken or from another population. The message names the file.
     """
     root = Path(directory)
-    check_same_shape(root, shape, population.names)
+    saved = check_same_shape(root, shape, population.names)
+    for member in saved["members"]:
+        lora_members.set_rank(model, population.adapter(member["name"]), member.get("settings", {}))
     for name in population.adapters:
         write_member_file(model, name, root / "members" / name / "adapter_model.safetensors")
 

@@ -26,6 +26,7 @@ from trl import GRPOConfig
 from trl_populora import __version__
 from trl_populora.evaluate.held_out import HeldOut
 from trl_populora.files import FORMAT, drop_secrets
+from trl_populora.lora.convert import find_widest
 from trl_populora.lora.members import read_saved_step
 from trl_populora.population.members import Population
 from trl_populora.run.read import POPULATION_FILE, read_population
@@ -83,6 +84,8 @@ _DECIDED_BY_CHECKPOINT = (
     "base_revision",
     *OPTIMIZER,
 )
+# Settings that may have a value for each member.
+BY_MEMBER = ("beta", "epsilon", "temperature", "lora_r", "lora_alpha")
 # The checkpoint may hold micro-batches that are still to train on. These settings decide how many there are.
 _DECIDED_BY_BUFFER = ("proposals_per_teacher", "attempts_per_task", "num_iterations", "per_device_train_batch_size")
 
@@ -108,8 +111,11 @@ class Shape:
 
     @classmethod
     def of(cls, model: PeftModel, base_model: str, revision: str | None = None) -> Shape:
-        """Reads the shape from a live model. A base without a revision was loaded from `main`."""
-        base, lora = model.get_base_model().config, next(iter(model.peft_config.values()))
+        """
+        Reads the shape from a live model. A base without a revision was loaded from `main`. Of members of unequal rank
+        it is the shape of the first with the largest.
+        """
+        base, lora = model.get_base_model().config, find_widest([*model.peft_config.values()])
         values = {name: getattr(lora, name) for name in _LORA_FIELDS}
         if not isinstance(values["target_modules"], str):
             values["target_modules"] = sorted(values["target_modules"])
@@ -165,7 +171,7 @@ def describe(
             "operator": member.operator,
             "parents": list(member.parents),
             "adapter": f"members/{population.adapter(member.name)}",
-            **({} if scores is None else scores.describe(member)),
+            **({} if scores is None else {"settings": member.settings, **scores.describe(member)}),
         }
         for member in population
     ]
@@ -205,7 +211,8 @@ def _collect_settings(args: GRPOConfig) -> dict[str, Any]:
     shared += ["num_iterations", "per_device_train_batch_size", *SAMPLING, *UPDATE]
     # A Hub id without a revision means "main". For a directory the revision means nothing.
     revision = (args.model_init_kwargs or {}).get("revision") or "main"
-    return drop_secrets({name: getattr(args, name) for name in (*added, *shared)} | {"base_revision": revision})
+    one = {name: getattr(args, name) for name in (*added, *shared)}
+    return drop_secrets(one | args.member_values | {"base_revision": revision})
 
 
 def read_lora(saved: Mapping[str, Any]) -> LoraConfig:
@@ -305,9 +312,14 @@ def check_settings(args: GRPOConfig, root: Path, saved: Mapping[str, Any], same_
     """
     # Our values go through JSON, too, so that tuples and lists compare as equal.
     ours, theirs = json.loads(json.dumps(_collect_settings(args))), saved.get("settings", {})
+    # A run whose members have one rank saves it as `lora.r` alone.
+    own_ranks = {name for name in ("lora_r", "lora_alpha") if name in ours or name in theirs}
     changed = [name for name in ours if name in theirs and ours[name] != theirs[name]]
-    fixed = (*_DECIDED_BY_CHECKPOINT, *(_DECIDED_BY_BUFFER if same_processes else ()))
-    refused = [f"`{name}` was {theirs[name]!r}, is {ours[name]!r}" for name in changed if name in fixed]
+    changed += sorted(name for name in own_ranks if (name in ours) != (name in theirs))
+    # Where members differ, the checkpoint has the value of each, which a child may have inherited.
+    listed = {name for name in changed if isinstance(ours.get(name), list) or isinstance(theirs.get(name), list)}
+    fixed = {*_DECIDED_BY_CHECKPOINT, *(_DECIDED_BY_BUFFER if same_processes else ())} | (listed & set(BY_MEMBER))
+    refused = [f"`{name}` was {theirs.get(name)!r}, is {ours.get(name)!r}" for name in changed if name in fixed]
     if refused:
         raise ValueError(
             f"{root / POPULATION_FILE}: a resumed run cannot change these settings: {'; '.join(refused)}. Resume "

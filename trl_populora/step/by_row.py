@@ -1,0 +1,90 @@
+"""Update: one `beta`, `epsilon` and `temperature` per row, where TRL's loss has one for all rows of a forward.
+
+    values of the members, rows' members [B] --PerRow, columns--> TRL's loss, which only computes with them
+    temperatures of the forward's rows [N] ---divide_scores-----> TRL's fused head, once per temperature
+
+So members that differ share micro-batches as equal members do.
+
+Shapes: B rows of a micro-batch, N rows of the forward, L tokens of its longest row, K tokens that are scored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from trl.trainer import utils as trl_utils
+
+
+class PerRow:
+    """
+    `beta` of each row, in TRL's loss: it asks whether `beta` is 0, and multiplies the KL term by it.
+
+    Args:
+        values: One per row, `[B]`.
+    """
+
+    def __init__(self, values: torch.Tensor):
+        self.values = values[:, None]
+
+    def __ne__(self, other: object) -> bool:
+        return True  # a tensor would answer for each row, and TRL asks for all
+
+    def __mul__(self, per_token: torch.Tensor) -> torch.Tensor:
+        return self.values * per_token
+
+
+def divide_scores(model: Callable[..., Any], temperatures: Sequence[float]) -> Callable[..., Any]:
+    """
+    Wraps a model with TRL's fused head, so that the head divides the scores of each row by the row's temperature.
+
+    TRL's head takes one temperature when it is made. Here it scores the tokens of each temperature by themselves; the
+    layers below compute all rows together.
+
+    Args:
+        model: Is called as TRL's `_get_per_token_logps_and_entropies` calls it.
+        temperatures: One per row of the forward, `[N]`.
+    """
+
+    def call(**inputs: Any) -> Any:
+        shifted = inputs.get("shift_labels")
+        scored = (inputs["labels"][:, 1:] if shifted is None else shifted) != -100
+        by_row = torch.tensor(temperatures, device=scored.device)[:, None].expand(scored.shape)
+        head = trl_utils._ChunkedLogProbFunction
+        trl_utils._ChunkedLogProbFunction = _HeadByTemperature(head, by_row, scored, {*temperatures})
+        try:
+            return model(**inputs)
+        finally:
+            trl_utils._ChunkedLogProbFunction = head
+
+    return call
+
+
+class _HeadByTemperature:
+    """
+    Stands in the place of TRL's autograd function that scores tokens.
+
+    Args:
+        head: TRL's function.
+        temperatures: Of each token, `[N, L]`.
+        scored: Which tokens have a label, `[N, L]`.
+        values: All temperatures.
+    """
+
+    def __init__(self, head: Any, temperatures: torch.Tensor, scored: torch.Tensor, values: set[float]):
+        self.head, self.temperatures, self.scored, self.values = head, temperatures, scored, values
+
+    def apply(
+        self, hidden: torch.Tensor, weight: torch.Tensor, bias: Any, labels: torch.Tensor, _: float, *others: Any
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Computes what TRL's function does, `[K]` each. K takes in all tokens where TRL does not skip any."""
+        whole = len(hidden) == self.scored.numel()
+        temperatures = (self.temperatures.flatten() if whole else self.temperatures[self.scored]).to(hidden.device)
+        places, parts = [], []
+        for value in sorted(self.values):
+            own = (temperatures == torch.tensor(value, device=hidden.device)).nonzero().squeeze(1)
+            places.append(own)
+            parts.append(self.head.apply(hidden[own], weight, bias, labels[own], value, *others))
+        back = torch.cat(places).argsort()
+        return tuple(None if each[0] is None else torch.cat(each)[back] for each in zip(*parts, strict=True))
