@@ -39,10 +39,11 @@ from trl import GRPOConfig
 from trl.trainer.utils import create_model_from_path
 
 from trl_populora.assets import resolve_model_path
-from trl_populora.config import PopuLoRAConfig, settle_for_prompts
+from trl_populora.config import BOUNDS, PopuLoRAConfig, settle_for_prompts
 from trl_populora.evaluate.held_out import HeldOut, list_given_tables, load_held_out
 from trl_populora.generate.checks import check_engine_arguments, check_vllm
 from trl_populora.lora.checks import check_is_base, is_quantised
+from trl_populora.options import check_bounds, check_numbers
 from trl_populora.population.members import Population
 from trl_populora.population.ratings import Matchmaker, no_student_idles
 from trl_populora.report.callbacks import TrackerTables, alert
@@ -116,8 +117,7 @@ def check_setup(
     check_is_base(source, (args.model_init_kwargs or {}).get("revision"))
     if args.use_vllm:
         if args.vllm_mode == "colocate":
-            adapters = 1 if args.single_agent else args.teachers + args.students
-            check_engine_arguments(args.vllm_engine_kwargs or {}, adapters, lora_config)
+            check_engine_arguments(args.vllm_engine_kwargs or {}, args.slots, lora_config)
         check_vllm(source, args, lora_config)
 
 
@@ -159,6 +159,13 @@ def refuse_unsupported(args: PopuLoRAConfig, unsupported: Mapping[str, Any]) -> 
             "`fsdp_config={'version': 2}`)."
         )
     check_deepspeed(args)
+    sharded = "DeepSpeed" if args.deepspeed_plugin is not None else "FSDP" if _fsdp_version(args) else ""
+    for name, changes in (("max_members", args.max_members not in (None, args.students)), ("halve_every", True)):
+        if sharded and changes and (value := getattr(args, name)):
+            raise ValueError(
+                f"`{name}={value}` is not supported with {sharded}, which steps and shards all adapters together: an "
+                "empty slot cannot be left out. Use DDP, or leave the option out."
+            )
     # DeepSpeed steps all parameters together. A member without a gradient would still be moved by its momentum.
     plays_all = not args.teachers or no_student_idles(args.teachers, args.students)
     if args.deepspeed_plugin is not None and not plays_all:
@@ -576,20 +583,20 @@ def make_prompt_inputs(
             "much.",
             TRL_RATE,
         )
-    members = Population(args.teachers, args.students).adapters
+    slots = Population(args.teachers, args.students, slots=args.slots).adapters
     return TRLInputs(
         reward_funcs=list(functions),
-        train_dataset=expand_by_member(train_dataset, members),
-        eval_dataset=expand_tables(eval_dataset, members),
+        train_dataset=expand_by_member(train_dataset, slots),
+        eval_dataset=expand_tables(eval_dataset, slots),
         reward_processing_classes=processors,
     )
 
 
-def expand_tables(tables: Any, members: Sequence[str]) -> Any:
-    """Expands one table, or several by name, for the members (see [`expand_by_member`]). `None` stays `None`."""
+def expand_tables(tables: Any, slots: Sequence[str]) -> Any:
+    """Expands one table, or several by name, for the slots (see [`expand_by_member`]). `None` stays `None`."""
     if isinstance(tables, dict):
-        return {name: expand_by_member(table, members) for name, table in tables.items()}
-    return None if tables is None else expand_by_member(tables, members)
+        return {name: expand_by_member(table, slots) for name, table in tables.items()}
+    return None if tables is None else expand_by_member(tables, slots)
 
 
 def make_placeholder_dataset(args: PopuLoRAConfig) -> Dataset:
@@ -653,6 +660,25 @@ def choose_learning_rates(args: PopuLoRAConfig, population: Population) -> dict[
     if args.teacher_learning_rate is not None:
         rates |= dict.fromkeys((each.name for each in population.teachers), args.teacher_learning_rate)
     return rates
+
+
+def read_member_settings(args: PopuLoRAConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    Reads the settings of a member that joins; those left out are the run's.
+
+    Raises:
+        `TypeError`: If a setting is unknown or no number.
+        `ValueError`: If a setting is out of range.
+    """
+    known = {"learning_rate": args.learning_rate}
+    if unknown := sorted(given.keys() - known.keys()):
+        raise TypeError(f"A member has no settings {', '.join(unknown)} of its own, only {', '.join(known)}.")
+    settings = known | dict(given)
+    trial = copy.copy(args)
+    vars(trial).update(settings)
+    check_numbers(trial)
+    check_bounds(trial, BOUNDS)
+    return settings
 
 
 # The game.

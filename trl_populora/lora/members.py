@@ -342,6 +342,28 @@ def member_param_groups(model: nn.Module, rates: Mapping[str, float], weight_dec
     ]
 
 
+@torch.no_grad()
+def set_learning_rate(optimizer, scheduler, model: nn.Module, name: str, rate: float) -> None:
+    """
+    Gives a member another learning rate. The schedule goes on from there as for all others.
+
+    Args:
+        optimizer: The trainer's optimizer, which may be wrapped by accelerate; not under ZeRO.
+        scheduler: The schedule of that optimizer, which may be wrapped by accelerate.
+        model: The model, wrapped or not.
+        name: The member.
+        rate: The learning rate at the schedule's peak.
+    """
+    groups = optimizer.param_groups
+    group = _find_optimizer_entries(optimizer, model, name)[0][2]
+    # A schedule multiplies the rates of all groups by the same share. A rate of 0 does not show it.
+    shares = [each["lr"] / each["initial_lr"] for each in groups if each.get("initial_lr")]
+    group["initial_lr"], group["lr"] = rate, rate * (shares[0] if shares else 1.0)
+    schedule = getattr(scheduler, "scheduler", scheduler)
+    if hasattr(schedule, "base_lrs"):
+        schedule.base_lrs[next(place for place, each in enumerate(groups) if each is group)] = rate
+
+
 def check_groups(optimizer: torch.optim.Optimizer, model: nn.Module, rates: Mapping[str, float]) -> None:
     """
     Checks that an optimizer of the user's own has all members' parameters, and no group with those of two members.
