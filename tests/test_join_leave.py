@@ -1,4 +1,4 @@
-"""Members join and leave a live run on a dataset, and the others do not notice. Successive halving shares rows anew."""
+"""Members join and leave a live run on a dataset, and the others do not notice. Successive halving shares rows."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def check_equal(found, expected) -> None:
 
 @pytest.mark.parametrize("case", LOSSES)
 def test_who_stays_trains_as_if_nobody_had_left(random_base, tmp_path, case):
-    options = LOSSES[case] | {"max_steps": 8}
+    options = LOSSES[case] | {"max_steps": 8, "max_grad_norm": 0.0}  # clipping would hide a wrong factor
     whole, all_calls = run(random_base, tmp_path / "whole", **options)
     left, calls = run(
         random_base, tmp_path / "left", after_4=lambda trainer: trainer.remove_member("student_1"), **options
@@ -148,17 +148,18 @@ def test_like_copies_weights_and_no_optimizer_state(random_base, tmp_path):
     found = {}
 
     def join(trainer) -> None:
-        trainer.add_member("copy", like="student_2")
+        trainer.remove_member("student_0")
+        trainer.add_member("copy", like="student_2")  # in the slot that has been used
         found.update(read_all(trainer), rating=trainer.population["copy"].mu, model=trainer.population["student_2"].mu)
-        states = [trainer.optimizer.state.get(p, {}) for p in member_parameters(trainer.model, "student_3").values()]
+        states = [trainer.optimizer.state.get(p, {}) for p in member_parameters(trainer.model, "student_0").values()]
         found["moments"] = any(bool(torch.as_tensor(v).any()) for state in states for v in state.values())
 
-    trainer, _ = run(random_base, tmp_path, after_2=join, max_steps=3, max_members=4)
+    trainer, _ = run(random_base, tmp_path, after_2=join, max_steps=3)
     check_equal({"it": found["copy"]}, {"it": found["student_2"]})
     assert found["rating"] == found["model"]
     assert not found["moments"]
-    (event,) = read_lines(tmp_path / "lineage.jsonl")
-    assert (event["child"], event["parents"][0]["member"], event["slot"]) == ("copy@0", "student_2@0", "student_3")
+    event = read_lines(tmp_path / "lineage.jsonl")[-1]
+    assert (event["child"], event["parents"][0]["member"], event["slot"]) == ("copy@0", "student_2@0", "student_0")
     assert trainer.population["copy"].parents == ("student_2@0",)
 
 
@@ -234,7 +235,7 @@ def test_evaluation_asks_those_that_are_there(random_base, tmp_path):
     judge.calls.clear()
     trainer.evaluate(QUESTIONS.select(range(4)))
     asked = Counter(name for call in judge.calls for name in call["member"])
-    assert asked == {"student_0": 32, "student_2": 32}
+    assert asked == {"student_0": 16, "student_2": 16}
     told = trainer.state.log_history[-1]
     empty = [slot for slot in trainer.population.adapters if told[f"eval_member/{slot}/reward"] is None]
     assert empty == ["student_1", "student_3"]
