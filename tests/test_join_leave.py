@@ -369,13 +369,14 @@ REFUSED = {
 def test_options_that_clash_are_refused(tmp_path, case):
     options, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
-        PopuLoRAConfig(str(tmp_path), **(SETTINGS | {"students": 3} | options)).for_prompts()
+        PopuLoRAConfig(str(tmp_path), **(SETTINGS | {"students": 3} | options))
 
 
 @pytest.mark.parametrize(("name", "value"), [("max_members", 9), ("halve_every", 2)])
 def test_the_game_has_no_slots_and_no_halving(name, value):
+    args = PopuLoRAConfig("run", max_steps=9, **{name: value})
     with pytest.raises(ValueError, match=f"`{name}={value}` needs a `train_dataset` with a column `prompt`"):
-        PopuLoRAConfig("run", **{name: value}).for_game()
+        args.for_game()
 
 
 def test_names_are_refused_that_are_paths_or_taken():

@@ -72,6 +72,7 @@ GAME_DEFAULTS = {
 }
 PROMPT_DEFAULTS = {"router_aux_loss_coef": 0.0, "teachers": 0, "evolve_every": 0}
 PROMPT_STREAMS = ("shared", "own")
+PROMPT_OPTIONS = {"member_prompts": "shared", "max_members": None, "halve_every": 0}  # a game has these values
 
 # Options of this package that a dataset run has, too. All others belong to the game.
 _SHARED_OPTIONS = {
@@ -328,6 +329,8 @@ class PopuLoRAConfig(GRPOConfig):
             # It may be the config of a dataset run, which the trainer will know.
             if self._list_game_options():
                 raise
+            if any(getattr(self, name) != value for name, value in PROMPT_OPTIONS.items()):
+                self.for_prompts()  # raises what is wrong with it
             self._no_game = error
 
     def _settle_for_game(self) -> None:
@@ -362,9 +365,7 @@ class PopuLoRAConfig(GRPOConfig):
                 f"`max_steps` must be positive, got {self.max_steps}: a population trains for a number of steps, and "
                 "counts no epochs."
             )
-        if self.member_prompts != PROMPT_STREAMS[0]:
-            raise ValueError(f"`member_prompts={self.member_prompts}` needs a `train_dataset` with a column `prompt`.")
-        for name, default in (("max_members", None), ("halve_every", 0)):
+        for name, default in PROMPT_OPTIONS.items():
             if (value := getattr(self, name)) != default:
                 raise ValueError(f"`{name}={value}` needs a `train_dataset` with a column `prompt`.")
 

@@ -901,7 +901,8 @@ class PopuLoRATrainer(HubTrainer):
 
         Raises:
             `KeyError`: If there is no such member.
-            `RuntimeError`, `ValueError`: As in [`add_member`]; `ValueError` also for the last member.
+            `RuntimeError`: As in [`add_member`].
+            `ValueError`: As in [`add_member`], and for the last member.
         """
         self._check_membership("remove_member")
         self._leave(name)
