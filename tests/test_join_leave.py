@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +15,9 @@ from transformers import TrainerCallback
 from trl.trainer.utils import RepeatSampler
 
 from tests.fixed_rows import GradientLog
-from tests.prompt_runs import QUESTIONS, SETTINGS, population_trainer
-from trl_populora import PopuLoRAConfig
+from tests.prompt_runs import QUESTIONS, SETTINGS, brief, population_trainer
+from tests.small_run import small_lora
+from trl_populora import PopuLoRAConfig, PopuLoRATrainer
 from trl_populora.hub.card import _write_lineage
 from trl_populora.lora.members import member_parameters, read_member
 from trl_populora.population.members import Population
@@ -449,6 +453,22 @@ def test_halving_and_changes_do_not_mix(random_base, tmp_path):
             trainer.remove_member("student_0")
 
     run(random_base, tmp_path, ["a", "b"], after_1=leave, halve_every=2, max_steps=3)
+
+
+def test_the_guide_does_what_it_says(random_base, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parent.parent / "docs/guides/members.md").read_text()
+    by_hand, halving = re.findall(r"^```py\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+
+    def sized(directory, **given):
+        return PopuLoRAConfig(directory, **(SETTINGS | {"max_steps": 3, "save_rollouts": False} | given))
+
+    names = {"PopuLoRAConfig": sized, "TrainerCallback": TrainerCallback, "model": random_base, "reward_funcs": brief}
+    names |= {"dataset": QUESTIONS, "PopuLoRATrainer": partial(PopuLoRATrainer, peft_config=small_lora())}
+    exec(by_hand.replace("== 100", "== 1"), names)
+    assert names["trainer"].population.names == ["student_0", "student_1", "student_2", "calm"]
+    exec(halving, names)
+    assert names["args"].for_prompts().slots == 8
 
 
 def test_reports_tell_who_joined_and_left(random_base, tmp_path):
