@@ -7,6 +7,7 @@ be given the same completions. Nothing else is replaced: the datasets, samplers,
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -111,7 +112,9 @@ def population_trainer(
 
     def record(prompts: list, members: Sequence[str], seeds: Any = None) -> list[Completion]:
         number = first + trainer._step // (trainer.args.steps_per_generation * trainer.num_iterations)
-        found, places = [], dict.fromkeys(members, 0)
+        # A rank has the part of each member's rows that follows the parts of the ranks before it.
+        rank = trainer.accelerator.process_index
+        found, places = [], {member: rank * count for member, count in Counter(members).items()}
         for prompt_ids, member in zip(trainer._tokenize_prompts(prompts)[0], members, strict=True):
             found.append(Completion(prompt_ids, write(writers.get(member, member), number, places[member]), ""))
             places[member] += 1

@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 from trl.trainer.utils import RepeatSampler
 
+from tests import join_worker
 from tests.fixed_rows import GradientLog
+from tests.launching import launch, run_script
 from tests.prompt_runs import QUESTIONS, SETTINGS, brief, population_trainer
 from tests.small_run import small_lora
 from trl_populora import PopuLoRAConfig, PopuLoRATrainer
@@ -453,6 +455,20 @@ def test_halving_and_changes_do_not_mix(random_base, tmp_path):
             trainer.remove_member("student_0")
 
     run(random_base, tmp_path, ["a", "b"], after_1=leave, halve_every=2, max_steps=3)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("which", join_worker.RUNS)
+def test_two_processes_train_as_one(random_base, tmp_path, which):
+    command = [*launch("cpu_ddp.yaml"), "-m", "tests.join_worker", random_base, which]
+    run_script(command, tmp_path / "two")
+    two = torch.load(tmp_path / "two" / "found.pt", weights_only=True)
+    one = join_worker.train(random_base, which, str(tmp_path / "one"))
+    assert two["names"] == one["names"]
+    assert [each["adapter"] for each in two["left"]] == [each["adapter"] for each in one["left"]]
+    assert two["sums"][0] == two["sums"][1]
+    for name, factors in one["factors"].items():
+        check_close(two["factors"][name], factors)
 
 
 def test_the_guide_does_what_it_says(random_base, tmp_path, monkeypatch):
