@@ -675,7 +675,8 @@ def read_member_settings(args: PopuLoRAConfig, given: Mapping[str, Any]) -> dict
         raise TypeError(f"A member has no settings {', '.join(unknown)} of its own, only {', '.join(known)}.")
     settings = known | dict(given)
     trial = copy.copy(args)
-    vars(trial).update(settings)
+    for name, value in settings.items():
+        setattr(trial, name, value)
     check_numbers(trial)
     check_bounds(trial, BOUNDS)
     return settings

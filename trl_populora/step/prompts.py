@@ -60,7 +60,9 @@ class PromptScorer(Scorer):
         others: Arguments of [`~trl_populora.step.advantages.Scorer`].
     """
 
-    def __init__(self, *, attempts: int, optimizer_steps: int, rows_of_all: int, micro_batches: int, **others: Any):
+    def __init__(
+        self, *, attempts: int, optimizer_steps: int, rows_of_all: int | None, micro_batches: int, **others: Any
+    ):
         super().__init__(**others)
         self.attempts, self.optimizer_steps = attempts, optimizer_steps
         self.rows_of_all, self.micro_batches = rows_of_all, micro_batches // optimizer_steps
