@@ -97,6 +97,7 @@ class PopuLoRATrainer(HubTrainer):
     - `create_optimizer`, `_clip_grad_norm` and `_get_grad_norm` give each member a parameter group and a gradient
       norm.
     - `evaluate` and `_evaluate` let students attempt held-out tasks. `predict` is refused; `member` lends one member.
+    - `add_member` and `remove_member` change the members of a dataset run while it trains.
     - `train` locks `output_dir`, which belongs to one run. Ctrl-C and SIGTERM end it after the step, and it saves.
     - `_log_metric` and `log` keep a user's own metrics apart until all names of a step are known.
     - `_get_output_dir` and `_save_checkpoint` write a checkpoint aside, and move it into place when it is whole.
