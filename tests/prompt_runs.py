@@ -7,7 +7,8 @@ be given the same completions. Nothing else is replaced: the datasets, samplers,
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from datasets import Dataset
@@ -96,22 +97,27 @@ def population_trainer(
     names: Sequence[str],
     table: Dataset = QUESTIONS,
     lora: Any = None,
-    generations: int = 0,
+    first: int = 0,
+    rewards: Sequence[Callable] = (brief,),
     **options: Any,
 ) -> tuple[PopuLoRATrainer, Judge]:
-    """A population that writes as these names do, its members in this order, from a generation on."""
+    """
+    A population that writes as these names do, its members in this order. A member that joins later writes as its own
+    name does. The generations are numbered from `first`, and a resumed run goes on with their numbers.
+    """
     judge = Judge()
     own = {"students": len(names), "save_rollouts": False}
     args = PopuLoRAConfig(str(output_dir), **(SETTINGS | own | options))
-    trainer = PopuLoRATrainer(base, [judge, brief], args, table, peft_config=lora or small_lora())
+    trainer = PopuLoRATrainer(base, [judge, *rewards], args, table, peft_config=lora or small_lora())
     writers = dict(zip(trainer.population.names, names, strict=True))
-    numbers = iter(range(generations, 10**6))
 
     def record(prompts: list, members: Sequence[str], seeds: Any = None) -> list[Completion]:
-        number, places = next(numbers), dict.fromkeys(members, 0)
-        found = []
+        number = first + trainer._step // (trainer.args.steps_per_generation * trainer.num_iterations)
+        # A rank has the part of each member's rows that follows the parts of the ranks before it.
+        rank = trainer.accelerator.process_index
+        found, places = [], {member: rank * count for member, count in Counter(members).items()}
         for prompt_ids, member in zip(trainer._tokenize_prompts(prompts)[0], members, strict=True):
-            found.append(Completion(prompt_ids, write(writers[member], number, places[member]), ""))
+            found.append(Completion(prompt_ids, write(writers.get(member, member), number, places[member]), ""))
             places[member] += 1
         return found
 

@@ -93,13 +93,12 @@ def unequal_run(random_base, tmp_path_factory):
     return trainer, output_dir
 
 
-def start_unequal(base, output_dir, generations: int = 0):
+def start_unequal(base, output_dir):
     trainer, _ = population_trainer(
         base,
         output_dir,
         WRITERS,
         lora=list_loras([4, 2, 8, 1], [8, 2, 32, 5]),
-        generations=generations,
         learning_rate=[1e-2, 3e-3, 2e-2, 1e-3],
         beta=[0.04, 0.0, 0.3, 0.04],
         evolve_every=2,
@@ -161,7 +160,7 @@ def test_the_schedule_goes_on_at_a_childs_rate(unequal_run):
 def test_a_resumed_run_has_the_same_children_rates_and_ranks(random_base, unequal_run, tmp_path):
     trainer, output_dir = unequal_run
     shutil.copytree(output_dir / "checkpoint-3", tmp_path / "checkpoint-3")
-    resumed = start_unequal(random_base, tmp_path, generations=3)
+    resumed = start_unequal(random_base, tmp_path)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert resumed.population.state_dict() == trainer.population.state_dict()
     for name in trainer.population.names:

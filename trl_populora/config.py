@@ -49,10 +49,10 @@ Settings = TypeVar("Settings")
 BOUNDS = {
     ">= 0": "teachers references_per_proposal shots replay pfsp_kappa teacher_beta beta top_k min_p "
     "teacher_learning_rate learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon epsilon epsilon_high "
-    "vllm_importance_sampling_clip_min logging_steps eval_steps eval_delay save_steps",
+    "vllm_importance_sampling_clip_min logging_steps eval_steps eval_delay save_steps halve_every",
     "> 0": "temperature top_p repetition_penalty delta vllm_importance_sampling_clip_max "
     "vllm_importance_sampling_cap vllm_gpu_memory_utilization",
-    ">= 1": "students archive_size eval_attempts generation_tokens num_iterations max_completion_length "
+    ">= 1": "students max_members archive_size eval_attempts generation_tokens num_iterations max_completion_length "
     "per_device_train_batch_size per_device_eval_batch_size vllm_max_model_length vllm_tensor_parallel_size",
     ">= 2": "proposals_per_teacher attempts_per_task",  # a baseline needs a second row to compare with
     "< 1": "replay adam_beta1 adam_beta2",
@@ -75,10 +75,12 @@ PROMPT_DEFAULTS = {"router_aux_loss_coef": 0.0, "teachers": 0, "evolve_every": 0
 PROMPT_STREAMS = ("shared", "own")
 # TRL's options that a dataset run may give as a list with one value for each member.
 MEMBER_OPTIONS = ("learning_rate", "beta", "epsilon", "temperature", "seed")
+# What a game has of the options of a dataset run.
+PROMPT_OPTIONS = {"member_prompts": "shared", "max_members": None, "halve_every": 0, "hyperparameter_noise": 0.0}
 
 # Options of this package that a dataset run has, too. All others belong to the game.
 _SHARED_OPTIONS = {
-    *("teachers", "students", "warm_start", "attempts_per_task", "member_prompts"),
+    *("teachers", "students", "warm_start", "attempts_per_task", "member_prompts", "max_members", "halve_every"),
     *("evolve_every", "evolve_burn_in", "cull_fraction", "crossover_rate", "tournament_size"),
     *("mutations", "crossovers", "mutation_strength", "hyperparameter_noise"),
     *("generation_tokens", "vllm_engine_kwargs", "vllm_adapter_dir", "save_rollouts"),
@@ -132,6 +134,11 @@ class PopuLoRAConfig(GRPOConfig):
             `proposals_per_teacher` given tasks in a step, and no others (`docs/guides/curriculum.md`).
         member_prompts: Which prompts of a dataset the members train on. `"shared"`: all on the same ones, so that
             they can be compared. `"own"`: each on a stream of its own, in an order of its own.
+        max_members: Most members that a dataset run may have at a time (`trainer.add_member`). Adapters, optimizer
+            state and metrics of so many are reserved at the start; as many as `students` when `None`.
+        halve_every: Optimizer steps between two halvings of a dataset run (successive halving, arXiv 1502.07943): the
+            half with the lower mean rewards since the last halving leaves, and those that stay get their rows, as
+            more prompts a step. `0` for none.
         single_agent: One adapter plays both roles (AZR); `teachers` and `students` become 1. A step then has the rows
             of one match.
         warm_start: Directory or Hub name of a saved population to start from, with the same base and adapter shape and
@@ -274,6 +281,8 @@ class PopuLoRAConfig(GRPOConfig):
     teachers: int = None  # type: ignore[assignment]  # a number once the config is settled
     students: int = 4
     member_prompts: str = "shared"
+    max_members: int | None = None
+    halve_every: int = 0
     single_agent: bool = False
     warm_start: dict[str, Any] | str | None = None
 
@@ -349,6 +358,8 @@ class PopuLoRAConfig(GRPOConfig):
             # It may be the config of a dataset run, which the trainer will know.
             if self._list_game_options() or not self._fits_prompts():
                 raise
+            if any(getattr(self, name) != value for name, value in PROMPT_OPTIONS.items()):
+                self.for_prompts()  # raises what is wrong with it
             self._no_game = error
 
     def _fits_prompts(self) -> bool:
@@ -397,12 +408,9 @@ class PopuLoRAConfig(GRPOConfig):
                 f"`max_steps` must be positive, got {self.max_steps}: a population trains for a number of steps, and "
                 "counts no epochs."
             )
-        if self.member_prompts != PROMPT_STREAMS[0]:
-            raise ValueError(f"`member_prompts={self.member_prompts}` needs a `train_dataset` with a column `prompt`.")
-        if self.hyperparameter_noise:
-            raise ValueError(
-                f"`hyperparameter_noise={self.hyperparameter_noise}` needs a `train_dataset` with a column `prompt`."
-            )
+        for name, default in PROMPT_OPTIONS.items():
+            if (value := getattr(self, name)) != default:
+                raise ValueError(f"`{name}={value}` needs a `train_dataset` with a column `prompt`.")
 
     def _derive_game_batch(self) -> None:
         """Derives the numbers of rows and micro-batches of a step of the game."""
@@ -497,12 +505,50 @@ class PopuLoRAConfig(GRPOConfig):
                 f"`evolve_every={self.evolve_every}` with `member_prompts='own'`: members with prompts of their own "
                 "cannot be compared, so they have no rating to select by. Set `evolve_every` to 0, or share prompts."
             )
+        self._check_changes()
         self._multiply_by_members()
         self._settle_with_trl()
-        if self.evolve_every % self.optimizer_steps_per_generation:
+        for name in ("evolve_every", "halve_every"):
+            if getattr(self, name) % self.optimizer_steps_per_generation:
+                raise ValueError(
+                    f"`{name}={getattr(self, name)}` must be a multiple of the {self.optimizer_steps_per_generation} "
+                    "optimizer steps of a generation, or rows of a member that is gone would still be trained on."
+                )
+
+        if self.halve_every and self.gradient_accumulation_steps > self.steps_per_generation:
             raise ValueError(
-                f"`evolve_every={self.evolve_every}` must be a multiple of the {self.optimizer_steps_per_generation} "
-                "optimizer steps of a generation, or a child would be trained on the rows of the member it replaced."
+                f"`halve_every={self.halve_every}`: an optimizer step takes the rows of several generations here, and "
+                "halving needs whole ones. Lower `gradient_accumulation_steps` or raise `steps_per_generation`."
+            )
+
+    def _check_changes(self) -> None:
+        """Settles `max_members`, and refuses a halving that cannot work."""
+        if self.max_members is None:
+            self.max_members = self.students
+        if self.max_members < self.students:
+            raise ValueError(
+                f"`max_members={self.max_members}` is below `students={self.students}`, which all train from the "
+                "start. Raise it or leave it out."
+            )
+        if not self.halve_every:
+            return
+        clashes = {"max_members": self.students, "evolve_every": 0, "member_prompts": PROMPT_STREAMS[0]}
+        for name, needed in clashes.items():
+            if (value := getattr(self, name)) != needed:
+                raise ValueError(
+                    f"`{name}={value!r}` clashes with `halve_every={self.halve_every}`: halving alone decides who "
+                    f"leaves, by rewards on the same prompts. Set it to {needed!r}."
+                )
+        if self.students < 2 or self.students & (self.students - 1):
+            raise ValueError(
+                f"`students={self.students}` cannot be halved down to one. With `halve_every` it must be a power of "
+                f"two, such as {max(2, 2 ** (self.students.bit_length() - 1))}."
+            )
+        if not 0 < self.halve_every < self.max_steps:
+            raise ValueError(
+                f"`halve_every={self.halve_every}` needs a larger `max_steps`, got {self.max_steps}: with fewer rows "
+                f"for some and more for others, epochs say nothing. {self.students} members are down to one after "
+                f"{(self.students.bit_length() - 1) * self.halve_every} optimizer steps."
             )
 
     def _take_lists(self) -> dict[str, list[Any]]:
@@ -525,7 +571,7 @@ class PopuLoRAConfig(GRPOConfig):
 
     def _multiply_by_members(self) -> None:
         """
-        Makes a generation and an optimizer step hold the rows of all members, each as many as TRL would take.
+        Makes a generation and an optimizer step hold the rows of all slots, each as many as TRL would take.
 
         A micro-batch keeps `per_device_train_batch_size` rows.
 
@@ -558,8 +604,13 @@ class PopuLoRAConfig(GRPOConfig):
                 f"{accumulation} (`gradient_accumulation_steps`). One must be a multiple of the other, because rows "
                 "of a generation are dealt to its optimizer steps."
             )
-        self.gradient_accumulation_steps = accumulation * self.students
-        self.steps_per_generation, self.generation_batch_size = micro_batches * self.students, None
+        self.gradient_accumulation_steps = accumulation * self.slots
+        self.steps_per_generation, self.generation_batch_size = micro_batches * self.slots, None
+
+    @property
+    def slots(self) -> int:
+        """Adapters that the run has from its start to its end."""
+        return 1 if self.single_agent else self.max_members or self.teachers + self.students
 
     @property
     def optimizer_steps_per_generation(self) -> int:

@@ -39,10 +39,11 @@ from trl import GRPOConfig
 from trl.trainer.utils import create_model_from_path
 
 from trl_populora.assets import resolve_model_path
-from trl_populora.config import PopuLoRAConfig, settle_for_prompts
+from trl_populora.config import BOUNDS, PopuLoRAConfig, settle_for_prompts
 from trl_populora.evaluate.held_out import HeldOut, list_given_tables, load_held_out
 from trl_populora.generate.checks import check_engine_arguments, check_vllm
 from trl_populora.lora.checks import check_is_base, is_quantised
+from trl_populora.options import check_bounds, check_numbers
 from trl_populora.population.members import Population
 from trl_populora.population.ratings import Matchmaker, no_student_idles
 from trl_populora.report.callbacks import TrackerTables, alert
@@ -69,6 +70,7 @@ logger = logging.getLogger(__name__)
 
 FEW_PARAMETERS = 10**9  # a base below this size learns a format better from solved examples than from a description
 SHOTS = 3  # solved examples for such a base
+JOINING = ("learning_rate", "beta", "epsilon", "temperature")  # what a member that joins may have of its own
 TRL_RATE = next(each.default for each in fields(GRPOConfig) if each.name == "learning_rate")
 
 
@@ -116,8 +118,7 @@ def check_setup(
     check_is_base(source, (args.model_init_kwargs or {}).get("revision"))
     if args.use_vllm:
         if args.vllm_mode == "colocate":
-            adapters = 1 if args.single_agent else args.teachers + args.students
-            check_engine_arguments(args.vllm_engine_kwargs or {}, adapters, lora_config)
+            check_engine_arguments(args.vllm_engine_kwargs or {}, args.slots, lora_config)
         check_vllm(source, args, lora_config)
 
 
@@ -159,6 +160,13 @@ def refuse_unsupported(args: PopuLoRAConfig, unsupported: Mapping[str, Any]) -> 
             "`fsdp_config={'version': 2}`)."
         )
     check_deepspeed(args)
+    sharded = "DeepSpeed" if args.deepspeed_plugin is not None else "FSDP" if _fsdp_version(args) else ""
+    for name, changes in (("max_members", args.max_members not in (None, args.students)), ("halve_every", True)):
+        if sharded and changes and (value := getattr(args, name)):
+            raise ValueError(
+                f"`{name}={value}` is not supported with {sharded}, which steps and shards all adapters together: an "
+                "empty slot cannot be left out. Use DDP, or leave the option out."
+            )
     # DeepSpeed steps all parameters together. A member without a gradient would still be moved by its momentum.
     plays_all = not args.teachers or no_student_idles(args.teachers, args.students)
     if args.deepspeed_plugin is not None and not plays_all:
@@ -630,20 +638,20 @@ def make_prompt_inputs(
             "much.",
             TRL_RATE,
         )
-    members = Population(args.teachers, args.students).adapters
+    slots = Population(args.teachers, args.students, slots=args.slots).adapters
     return TRLInputs(
         reward_funcs=list(functions),
-        train_dataset=expand_by_member(train_dataset, members),
-        eval_dataset=expand_tables(eval_dataset, members),
+        train_dataset=expand_by_member(train_dataset, slots),
+        eval_dataset=expand_tables(eval_dataset, slots),
         reward_processing_classes=processors,
     )
 
 
-def expand_tables(tables: Any, members: Sequence[str]) -> Any:
-    """Expands one table, or several by name, for the members (see [`expand_by_member`]). `None` stays `None`."""
+def expand_tables(tables: Any, slots: Sequence[str]) -> Any:
+    """Expands one table, or several by name, for the slots (see [`expand_by_member`]). `None` stays `None`."""
     if isinstance(tables, dict):
-        return {name: expand_by_member(table, members) for name, table in tables.items()}
-    return None if tables is None else expand_by_member(tables, members)
+        return {name: expand_by_member(table, slots) for name, table in tables.items()}
+    return None if tables is None else expand_by_member(tables, slots)
 
 
 def make_placeholder_dataset(args: PopuLoRAConfig) -> Dataset:
@@ -714,6 +722,38 @@ def choose_betas(args: PopuLoRAConfig, population: Population) -> list[float]:
     if args.teacher_beta:
         return [args.teacher_beta if member.role == "teacher" else 0.0 for member in population]
     return population.list_values("beta", args.beta)
+
+
+def read_member_settings(
+    args: PopuLoRAConfig, given: Mapping[str, Any], like: Member | None, pulls: bool
+) -> dict[str, Any]:
+    """
+    Reads the settings of a member that joins. Those left out are those of the member that it is like, or else those
+    with which the first member of the run began.
+
+    Args:
+        args: Settings of the run.
+        given: The settings that it is given.
+        like: The member that it is like, if any.
+        pulls: Whether the run computes a KL term.
+
+    Raises:
+        `TypeError`: If a setting is unknown or no number.
+        `ValueError`: If a setting is out of range.
+    """
+    known = {"learning_rate": args.learning_rate} | {name: each[0] for name, each in args.member_values.items()}
+    if unknown := sorted(given.keys() - set(JOINING)):
+        raise TypeError(f"A member has no settings {', '.join(unknown)} of its own, only {', '.join(JOINING)}.")
+    if given.get("beta") and not pulls:
+        raise ValueError(
+            f"`beta={given['beta']}`: no member had a KL term when the run began, so the reference is not computed. "
+            "Start the run with a `beta` above 0."
+        )
+    trial = copy.copy(args)
+    vars(trial).update(given)
+    check_numbers(trial)
+    check_bounds(trial, BOUNDS)
+    return (known if like is None else dict(like.settings)) | dict(given)
 
 
 # The game.

@@ -8,6 +8,7 @@ The game itself is in `step/play.py`. The overrides for a step stand in the orde
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import zlib
@@ -48,12 +49,13 @@ from trl_populora.lora import members as lora_members
 from trl_populora.lora.checks import is_quantised
 from trl_populora.lora.convert import find_widest
 from trl_populora.lora.layers import BASE, BASE_NAME, Router, add_members
-from trl_populora.population.evolution import EvolutionCallback
+from trl_populora.population.evolution import EvolutionCallback, rate_newborn
+from trl_populora.population.halving import Halving
 from trl_populora.population.members import PRIOR_MU, PRIOR_SIGMA, Population
 from trl_populora.population.ratings import rate_by_rewards
 from trl_populora.run import checkpoint, directory, records
 from trl_populora.run.callbacks import PHASES, PROMPT_PHASES, PhaseClock, StopAtSignals, use_step_line
-from trl_populora.run.read import read_population
+from trl_populora.run.read import LEFT, LINEAGE, read_population
 from trl_populora.run.saved_population import Shape, describe
 from trl_populora.step import microbatch
 from trl_populora.step.advantages import LOSS_NORMALISERS, Scorer, Scoring, average_by_role
@@ -65,7 +67,14 @@ from trl_populora.step.prompts import MemberScores, PromptRow, PromptScorer, mea
 from trl_populora.step.referee import Referee, count_free_tokens, trained_context
 from trl_populora.step.rows import LOG_METRIC, Played, name_own_metrics
 from trl_populora.tasks.archive import TaskArchive
-from trl_populora.tasks.prompts import MEMBER, MemberSampler, check_table, expand_by_member, has_prompts
+from trl_populora.tasks.prompts import (
+    MEMBER,
+    HalvingSampler,
+    MemberSampler,
+    check_table,
+    expand_by_member,
+    has_prompts,
+)
 
 
 logger = logging.getLogger(__name__)
@@ -91,6 +100,7 @@ class PopuLoRATrainer(HubTrainer):
     - `create_optimizer`, `_clip_grad_norm` and `_get_grad_norm` give each member a parameter group and a gradient
       norm.
     - `evaluate` and `_evaluate` let students attempt held-out tasks. `predict` is refused; `member` lends one member.
+    - `add_member` and `remove_member` change the members of a dataset run while it trains.
     - `train` locks `output_dir`, which belongs to one run. Ctrl-C and SIGTERM end it after the step, and it saves.
     - `_log_metric` and `log` keep a user's own metrics apart until all names of a step are known.
     - `_get_output_dir` and `_save_checkpoint` write a checkpoint aside, and move it into place when it is whole.
@@ -139,6 +149,8 @@ class PopuLoRATrainer(HubTrainer):
     game: Game | None = None  # of teachers and students; `None` in a dataset run
     held_out: HeldOut | None = None  # tasks of the game's `eval_dataset`
     scores: MemberScores | None = None  # of a dataset run
+    halving: Halving | None = None  # with `halve_every`
+    _fresh: dict[str, torch.Tensor]  # in a dataset run, the weights that members begin with
     _asked: list[dict[str, Any]]  # the rows of the dataset that TRL's loop has given last
     _closed = False
     _resumed: checkpoint.RankState | None = None  # loaded with a checkpoint, until its loss is added
@@ -179,7 +191,7 @@ class PopuLoRATrainer(HubTrainer):
         set_seed(args.seed)
         base = start.load_base(model, args, quantization_config)
         tokenizer = start.load_tokenizer(base, processing_class, args, converses=self._converses)
-        self.population = Population(args.teachers, args.students, args.single_agent)
+        self.population = Population(args.teachers, args.students, args.single_agent, args.slots)
         if parts is None:
             start.give_settings(self.population, args, lora_configs)
         # `uploads` comes before `Trainer.__init__`, which makes the repository and explains errors with it.
@@ -219,6 +231,8 @@ class PopuLoRATrainer(HubTrainer):
                     list_given_tables(train_dataset, self.held_out), self.game.referee, self.game.player
                 )
             self._add_callbacks()
+            if parts is None:  # before a warm start: who joins later begins as a run does that has none
+                self._fresh = lora_members.read_member(self.model, self.population.adapters[0])
             if args.warm_start:
                 warm_start(args.warm_start, self.model_wrapped, self.population, self.shape)
             if args.use_vllm:
@@ -265,7 +279,13 @@ class PopuLoRATrainer(HubTrainer):
         }
         if not plays:
             optimizer_steps = args.optimizer_steps_per_generation // args.num_iterations
-            self.scorer = PromptScorer(attempts=args.num_generations, optimizer_steps=optimizer_steps, **scoring)
+            self.scorer = PromptScorer(
+                attempts=args.num_generations,
+                optimizer_steps=optimizer_steps,
+                rows_of_all=args.generation_batch_size,
+                micro_batches=args.steps_per_generation,
+                **scoring,
+            )
         else:
             self.scorer = Scorer(**scoring)
         self._phases = PhaseClock(PHASES if plays else PROMPT_PHASES)
@@ -307,13 +327,16 @@ class PopuLoRATrainer(HubTrainer):
         if self.args.evolve_every:
             self.evolution = EvolutionCallback(
                 self.args.breeding,
-                Path(self.args.output_dir, "lineage.jsonl"),
+                Path(self.args.output_dir, LINEAGE),
                 self.population,
                 read=lambda name: lora_members.read_member(self.model_wrapped, self.population.adapter(name)),
                 replace=self.replace_member,
                 log=self._log_values,
             )
             self.add_callback(self.evolution)
+        if self.args.halve_every:
+            self.halving = Halving(self.args.halve_every, self.args.students, self.population, self._leave)
+            self.add_callback(self.halving)
         use_step_line(self.callback_handler)
         self.callback_handler.callbacks.insert(0, records.OnlyKnown())  # before the trackers of `report_to`
         for callback in start.make_callbacks(self.describe, lambda: self.played, self.game is not None):
@@ -462,10 +485,10 @@ class PopuLoRATrainer(HubTrainer):
         """Lets every member answer the prompts of `eval_dataset`, as TRL evaluates, and adds figures by member."""
         if isinstance(tables, Dataset) and MEMBER not in tables.column_names:
             check_table(tables, "eval_dataset")
-            tables = expand_by_member(tables, self.population.names)
+            tables = expand_by_member(tables, self.population.adapters)
         elif isinstance(tables, dict):
             tables = {
-                name: table if MEMBER in table.column_names else expand_by_member(table, self.population.names)
+                name: table if MEMBER in table.column_names else expand_by_member(table, self.population.adapters)
                 for name, table in tables.items()
             }
         self._evaluated.clear()
@@ -482,7 +505,10 @@ class PopuLoRATrainer(HubTrainer):
         """Adds each member's mean reward to the metrics of the evaluation, the highest and the lowest beside them."""
         means = {name: float(torch.tensor(each).nanmean()) for name, each in self._evaluated.items()}
         self._evaluated.clear()
-        figures = {f"member/{name}/reward": mean for name, mean in means.items()}
+        slots = self.population.slots.items()
+        figures = {
+            f"member/{slot}/reward": means.get(member.name, math.nan) if member else math.nan for slot, member in slots
+        }
         known = [mean for mean in means.values() if not math.isnan(mean)]
         if known:
             figures |= {"reward_best": max(known), "reward_worst": min(known)}
@@ -501,7 +527,7 @@ class PopuLoRATrainer(HubTrainer):
     def _get_train_sampler(self, dataset=None):
         if self.game is not None:
             return super()._get_train_sampler(dataset)
-        args, members = self.args, len(self.population.names)
+        args, members = self.args, len(self.population.adapters)
         own = args.generation_batch_size // members
         # With prompts of their own, members draw from their own seeds, or else from seeds that no two share.
         seeds = [args.seed] * members
@@ -519,18 +545,29 @@ class PopuLoRATrainer(HubTrainer):
             )
             for seed in seeds
         ]
-        return MemberSampler(streams, own // self.accelerator.num_processes)
+        rows = own // self.accelerator.num_processes
+        if args.halve_every:
+            return HalvingSampler(streams[0], members, rows, args.halve_every // args.optimizer_steps_per_generation)
+        return MemberSampler(streams, rows)
 
     def _get_eval_sampler(self, eval_dataset):
         if self.game is not None:
             return super()._get_eval_sampler(eval_dataset)
-        members = len(self.population.names)
-        rows = len(eval_dataset) // members
+        held = [member.index for member in self.population]
+        rows = len(eval_dataset) // len(self.population.adapters)
         streams = [
-            RepeatSampler(range(rows), mini_repeat_count=self.num_generations_eval, seed=self.args.seed)
-            for _ in range(members)
+            RepeatSampler(range(rows), mini_repeat_count=self.num_generations_eval, seed=self.args.seed) for _ in held
         ]
-        return MemberSampler(streams, rows * self.num_generations_eval)
+        return MemberSampler(streams, rows * self.num_generations_eval, held)
+
+    def _name_members(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Puts the names of members in place of those of slots, and drops the rows of empty slots."""
+        if self.halving is not None and self.model.training:
+            # The members that are left share all rows, in the order in which `HalvingSampler` deals them.
+            names = self.population.names
+            return [row | {MEMBER: names[place * len(names) // len(rows)]} for place, row in enumerate(rows)]
+        slots = self.population.slots
+        return [row | {MEMBER: member.name} for row in rows if (member := slots[row[MEMBER]]) is not None]
 
     def _answer(self, prompts: list, trainer: GRPOTrainer) -> dict[str, Any]:
         """TRL's `rollout_func` in a dataset run: the members write, each to the prompts of its rows."""
@@ -569,15 +606,17 @@ class PopuLoRATrainer(HubTrainer):
             played.rewards = super()._calculate_rewards(self._asked, prompts, completions, completion_ids)
         self.scorer.score(played)
         lengths = gather_object([len(row.completion.completion_ids) for row in played.rows])
-        names = self.population.names
+        slots = self.population.slots
         figures = measure_members(
-            names, played.records, played.worth.rewards, played.rewards, self.reward_func_names, lengths
+            slots, played.records, played.worth.rewards, played.rewards, self.reward_func_names, lengths
         )
-        means = {name: figures[f"member/{name}/reward"] for name in names}
+        means = {member.name: figures[f"member/{slot}/reward"] for slot, member in slots.items() if member}
         self.scores.trained = {self.population[name].identity: mean for name, mean in means.items()}
         if self.args.member_prompts == "shared":
             rate_by_rewards(self.population, means)
             figures |= self.population.metrics()
+        if self.halving is not None:
+            self.halving.note(means)
         self._log_values(figures)
 
     # Match, propose, verify, solve: the game
@@ -673,6 +712,10 @@ class PopuLoRATrainer(HubTrainer):
         return self.played.rewards
 
     def _generate_and_score_completions(self, inputs):
+        if self.game is None:
+            inputs = self._name_members(inputs)
+            if self.model.training:
+                self._clear_completion_logs()
         self._asked = inputs
         output = super()._generate_and_score_completions(inputs)
         if not self.model.training:
@@ -685,13 +728,15 @@ class PopuLoRATrainer(HubTrainer):
         figures |= microbatch.measure_sampling(output)
         for name, value in figures.items():
             self._metrics["train"][name][-1] = value
-        # The log is a queue as long as a step has rows, so these push out the advantages that TRL has just put in.
-        self._logs["advantages"].extend(played.worth.advantages.tolist())
-        for column in ("prompt", "completion"):  # as text, because trackio shows messages as "[object Object]"
-            texts = [
+        texts = {  # because trackio shows messages as "[object Object]"
+            column: [
                 told if isinstance(told, str) else told[-1]["content"] if told else "" for told in self._logs[column]
             ]
-            self._logs[column].extend(texts)
+            for column in ("prompt", "completion")
+        }
+        for column, values in ({"advantages": played.worth.advantages.tolist()} | texts).items():
+            self._logs[column].clear()  # of what TRL has just put in
+            self._logs[column].extend(values)
         if self.args.save_rollouts:
             records.write_rollouts(
                 self.args.output_dir,
@@ -704,6 +749,12 @@ class PopuLoRATrainer(HubTrainer):
                 by_function=self._list_rewards() if self.game is None else None,
             )
         return output | {"advantages": mine.advantages, "member": mine.members, "member_factor": mine.factors}
+
+    def _clear_completion_logs(self) -> None:
+        """Empties TRL's queues of completions. With empty slots a step would not push out the one before."""
+        for log in self._logs.values():
+            for queue in log.values() if isinstance(log, dict) else [log]:
+                queue.clear()
 
     def _list_rewards(self) -> dict[str, list[float]]:
         """Lists the rewards of this rank's rows by reward function."""
@@ -836,10 +887,17 @@ class PopuLoRATrainer(HubTrainer):
         norms = self._clipper.clip(model, {self.population.adapter(name) for name in self.played.members})
         if self.accelerator.scaler is not None and not all(map(math.isfinite, norms.values())):
             lora_members.step_in_spite_of_overflow(self.accelerator.scaler, self.optimizer.optimizer)
-        self._log_values({f"member/{name}/grad_norm": norms.get(name, 0.0) for name in self.population.adapters})
+        slots = self.population.slots
+        self._log_values(
+            {f"member/{name}/grad_norm": norms.get(name, 0.0) if slots[name] else math.nan for name in slots}
+            if self.game is None
+            else {f"member/{name}/grad_norm": norms.get(name, 0.0) for name in self.population.adapters}
+        )
         if "learning_rate" in self.args.member_values or self.args.hyperparameter_noise:
             rates = {group["member"]: group["lr"] for group in self.optimizer.param_groups if "member" in group}
-            self._log_values({f"member/{name}/learning_rate": rate for name, rate in rates.items()})
+            self._log_values(
+                {f"member/{name}/learning_rate": rate if slots[name] else math.nan for name, rate in rates.items()}
+            )
         return torch.tensor(list(norms.values())).norm()
 
     def _get_grad_norm(self, model, grad_norm=None):
@@ -889,18 +947,111 @@ class PopuLoRATrainer(HubTrainer):
         if self.optimizer is not None:
             lora_members.reset_optimizer_state(self.optimizer, self.model_wrapped, adapter)
             if (rate := settings.get("learning_rate")) is not None:
-                rates = start.choose_learning_rates(self.args, self.population)
-                lora_members.set_learning_rate(self.optimizer, self.lr_scheduler, rates, adapter, rate)
+                lora_members.set_learning_rate(self.optimizer, self.lr_scheduler, adapter, rate)
         self._buffered_inputs = None
         self._last_loaded_step = -1  # makes TRL call `sync_weights` before it generates, also within this step
         self.population.replace(
             name, step=step, parents=tuple(parents), operator=operator, mu=mu, sigma=sigma, settings=settings
         )
 
+    def add_member(self, name: str, *, like: str | None = None, **settings: Any) -> None:
+        """
+        Lets a member join a dataset run, in a slot that is empty. Call it on every rank, from a callback, between two
+        generations: when a step begins, ends or is saved.
+
+        Its optimizer state is new, and it has the schedule that the others have by now. It gets the prompts of its
+        slot from the next generation on.
+
+        Args:
+            name: Its name. Where a slot has this name, the member takes that slot, else the first that is empty.
+            like: The member whose weights and nearly whose rating it begins with. When `None`, it begins as a member
+                does in a run without `warm_start`.
+            settings: Values of its own: `learning_rate`, `epsilon`, `temperature`, and `beta` if members had one when
+                the run began. Those left out are those of `like`, or else those with which the first member began.
+
+        Raises:
+            `KeyError`: If there is no member `like`.
+            `RuntimeError`: If no training is under way, or rows of the last generation still wait for an update.
+            `TypeError`: If a setting is unknown.
+            `ValueError`: If the name is no file name or is taken, or no slot is empty, or a setting is out of range;
+                in the game, with `halve_every`, and under DeepSpeed or FSDP.
+        """
+        self._check_membership("add_member")
+        parents = [] if like is None else [self.population[like]]
+        settings = start.read_member_settings(self.args, settings, parents[0] if parents else None, self.beta != 0)
+        factors = self._fresh if like is None else lora_members.read_member(self.model, self.population.adapter(like))
+        rating = dict(zip(("mu", "sigma"), rate_newborn(parents), strict=True)) if parents else {}
+        step, identities = self.state.global_step, tuple(parent.identity for parent in parents)
+        member = self.population.join(name, step=step, parents=identities, **rating)
+        adapter, member.settings = self.population.adapter(name), settings
+        lora_members.set_rank(self.model, adapter, settings)
+        lora_members.write_member(self.model_wrapped, adapter, factors)
+        lora_members.reset_optimizer_state(self.optimizer, self.model_wrapped, adapter)
+        lora_members.set_learning_rate(self.optimizer, self.lr_scheduler, adapter, settings["learning_rate"])
+        self._last_loaded_step = -1  # makes TRL call `sync_weights` before it generates
+        told = [{"member": each.identity, "mu": each.mu, "sigma": each.sigma, "age": each.age} for each in parents]
+        self._note_lineage(
+            child=member.identity,
+            replaced=None,
+            parents=told,
+            operator="join",
+            slot=adapter,
+            settings=settings,
+            mu=member.mu,
+            sigma=member.sigma,
+        )
+
+    def remove_member(self, name: str) -> None:
+        """
+        Lets a member leave a dataset run. Its adapter stays in `left/<name>-<version>/` of the run's directory. The
+        others train on as if nothing had happened. Call it as [`add_member`].
+
+        Raises:
+            `KeyError`: If there is no such member.
+            `RuntimeError`: As in [`add_member`].
+            `ValueError`: As in [`add_member`], and for the last member.
+        """
+        self._check_membership("remove_member")
+        self._leave(name)
+
+    def _leave(self, name: str) -> None:
+        """Lets a member leave. Collective."""
+        adapter, step = self.population.adapter(name), self.state.global_step
+        place = f"{LEFT}/{name}-{self.population[name].version}"
+        member = self.population.leave(name, step, place)
+        lora_members.save_member(
+            self.model_wrapped, adapter, Path(self.args.output_dir, place), self.args.should_save, step
+        )
+        before = {"member": member.identity, "mu": member.mu, "sigma": member.sigma, "age": member.age}
+        self._note_lineage(child=None, replaced=before, parents=[], operator="leave", slot=adapter)
+
+    def _check_membership(self, method: str) -> None:
+        """Refuses a change of the members where or when there can be none."""
+        sharded = "DeepSpeed" if self.is_deepspeed_enabled else "FSDP" if self.is_fsdp_enabled else ""
+        if self.game is not None or self.halving is not None or sharded:
+            why = f"with {sharded}, which steps and shards all adapters together"
+            if not sharded:
+                why = "in the game" if self.game is not None else "with `halve_every`, which alone decides who leaves"
+            raise ValueError(f"`{method}` does not work {why}: members join and leave dataset runs.")
+        if not self.is_in_train:
+            raise RuntimeError(f"`{method}` changes a run that trains: call it from a callback (`on_step_begin`).")
+        if self._step % (self.args.steps_per_generation * self.num_iterations):
+            raise RuntimeError(
+                f"`{method}` after optimizer step {self.state.global_step}: rows of this generation still wait for an "
+                f"update. Call it after a multiple of {self.args.optimizer_steps_per_generation} optimizer steps."
+            )
+
+    def _note_lineage(self, **event: Any) -> None:
+        """Adds a line to `lineage.jsonl`."""
+        if self.args.should_save:
+            with Path(self.args.output_dir, LINEAGE).open("a") as file:
+                file.write(json.dumps({"step": self.state.global_step, "role": "student", **event}) + "\n")
+
     @property
     def _stateful(self) -> dict[str, Any]:
         """The objects whose `state_dict` goes into `game.json`, by their names there."""
         found = {"population": self.population, "held_out": self.held_out, "scores": self.scores}
+        found["halving"] = self.halving
         if self.game is not None:
             found |= {"matchmaker": self.game.matchmaker, "features": self.game.features}
         return {name: each for name, each in found.items() if each is not None}
@@ -951,7 +1102,7 @@ class PopuLoRATrainer(HubTrainer):
         self._load_from_checkpoint(best)
         checkpoint.load_stateful(best, self._stateful, self.archive)
         if self.args.should_save:
-            directory.restore_lineage(Path(self.args.output_dir), best / "lineage.jsonl")
+            directory.restore_lineage(Path(self.args.output_dir), best / LINEAGE)
         self._best_step = read_population(best)["step"]
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):

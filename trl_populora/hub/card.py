@@ -250,9 +250,10 @@ def _write_lineage(path: Path) -> str:
     rows = ["| step | child | parents | operator |", "|---:|---|---|---|"]
     for event in events[-_LINEAGE_ROWS:]:
         parents = ", ".join(parent["member"] for parent in event["parents"])
-        rows.append(f"| {event['step']} | {event['child']} | {parents} | {event['operator']} |")
+        child = event["child"] or f"none: {event['replaced']['member']} left"
+        rows.append(f"| {event['step']} | {child} | {parents} | {event['operator']} |")
     if len(events) > _LINEAGE_ROWS:
-        rows.append(f"\nThe last {_LINEAGE_ROWS} of {len(events)} births; all are in `lineage.jsonl`.")
+        rows.append(f"\nThe last {_LINEAGE_ROWS} of {len(events)} changes; all are in `lineage.jsonl`.")
     return "\n".join(rows)
 
 

@@ -56,7 +56,7 @@ def warm_start(
             _start_from_population(root, model, population, shape)
             return
         source = dict.fromkeys(ROLES, source)
-    adapters = population.adapters
+    adapters = population.held_adapters
     if isinstance(source, Mapping):
         if unknown := sorted(source.keys() - set(ROLES)):
             raise ValueError(f"`warm_start` names the roles {', '.join(unknown)}; there are {', '.join(ROLES)}.")

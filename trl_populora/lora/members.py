@@ -403,30 +403,27 @@ def member_param_groups(model: nn.Module, rates: Mapping[str, float], weight_dec
     ]
 
 
-def set_learning_rate(optimizer: Any, scheduler: Any, rates: Mapping[str, float], name: str, rate: float) -> None:
+def set_learning_rate(optimizer: Any, scheduler: Any, name: str, rate: float) -> None:
     """
     Gives a member another learning rate, on which the schedule goes on where it is.
 
     Args:
-        optimizer: The trainer's optimizer, with the groups of [`member_param_groups`]. It may be wrapped.
-        scheduler: The trainer's scheduler, or `None`. It may be wrapped.
-        rates: The learning rate of each member until now, by name, without what the schedule has made of it.
-        name: The member.
-        rate: Its learning rate.
+        optimizer: The trainer's optimizer, which may be wrapped. If it has no groups of [`member_param_groups`],
+            nothing is changed.
+        scheduler: The schedule of that optimizer, or `None`. It may be wrapped.
+        name: Name of the member's adapter.
+        rate: The learning rate without what the schedule makes of it.
     """
-    groups = {group["member"]: group for group in optimizer.param_groups if "member" in group}
-    if name not in groups:
-        return  # an optimizer of the user's own without our groups
-    # The schedule scales all groups alike. A rate of 0 does not show by how much.
-    shares = [groups[other]["lr"] / each for other, each in rates.items() if each and other in groups]
-    groups[name]["lr"] = rate * (shares[0] if shares else 1.0)
-    if "initial_lr" in groups[name]:
-        groups[name]["initial_lr"] = rate
-    inner = getattr(scheduler, "scheduler", scheduler)  # without accelerate's wrapper
-    base_rates = [] if inner is None else vars(inner).get("base_lrs", [])  # `ReduceLROnPlateau` has none
-    for place, group in enumerate(optimizer.param_groups[: len(base_rates)]):
-        if group is groups[name]:
-            base_rates[place] = rate
+    groups = optimizer.param_groups
+    place = next((place for place, group in enumerate(groups) if group.get("member") == name), None)
+    if place is None:
+        return
+    # A schedule multiplies the rates of all groups by the same share. A rate of 0 does not show it.
+    shares = [each["lr"] / each["initial_lr"] for each in groups if each.get("initial_lr")]
+    groups[place]["initial_lr"], groups[place]["lr"] = rate, rate * (shares[0] if shares else 1.0)
+    schedule = getattr(scheduler, "scheduler", scheduler)  # without accelerate's wrapper
+    if hasattr(schedule, "base_lrs"):  # `ReduceLROnPlateau` has none
+        schedule.base_lrs[place] = rate
 
 
 def check_groups(optimizer: torch.optim.Optimizer, model: nn.Module, rates: Mapping[str, float]) -> None:

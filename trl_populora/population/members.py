@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean, pstdev
 from typing import Any
 
+from trl_populora.files import is_file_name
+
 
 ROLES = ("teacher", "student")
 
@@ -61,17 +63,26 @@ class Population:
     """
     Teachers and students in a fixed order, teachers first.
 
+    A *slot* is one adapter of the model. The number of slots never changes. Members may leave their slots, and others
+    join in empty ones.
+
     Args:
         teachers: Number of teachers. With 0 of them, students train on given tasks alone.
         students: Number of students, at least 1.
         single_agent: Whether one adapter plays the only teacher and the only student, as in Absolute Zero.
+        slots: Number of slots, at least one for each member; no more than that when `None`.
+
+    Attributes:
+        members: The members by the order of their slots.
+        adapters: Names of the PEFT adapters by index: one per slot, or the one that plays both roles.
+        left: A record of each member that has left, in the order of leaving.
 
     Raises:
         `ValueError`: If there is no student, if `teachers` is negative, or if a single agent is asked for and there
             are not 1 teacher and 1 student.
     """
 
-    def __init__(self, teachers: int, students: int, single_agent: bool = False):
+    def __init__(self, teachers: int, students: int, single_agent: bool = False, slots: int | None = None):
         for role, count, least in zip(ROLES, (teachers, students), (0, 1), strict=True):
             if count < least:
                 raise ValueError(
@@ -83,6 +94,9 @@ class Population:
         self.single_agent = single_agent
         # A single agent is two members with two ratings, and one adapter: both have index 0.
         self.members = [Member(name, role, 0 if single_agent else i) for i, (name, role) in enumerate(names)]
+        reserved = range(students, (slots or 0) - teachers)
+        self.adapters = ["agent"] if single_agent else [*self.names, *(f"student_{i}" for i in reserved)]
+        self.left: list[dict[str, Any]] = []
 
     def __len__(self) -> int:
         return len(self.members)
@@ -102,9 +116,20 @@ class Population:
         return [member.name for member in self.members]
 
     @property
-    def adapters(self) -> list[str]:
-        """Names of the PEFT adapters by index: one per member, or the one that plays both roles."""
-        return ["agent"] if self.single_agent else self.names
+    def slots(self) -> dict[str, Member | None]:
+        """
+        The members by the names under which their metrics are logged, `None` where a slot is empty. A slot is called
+        like its adapter; the two members of a single agent share one, and keep their own names.
+        """
+        if self.single_agent:
+            return {member.name: member for member in self.members}
+        held = {member.index: member for member in self.members}
+        return {adapter: held.get(index) for index, adapter in enumerate(self.adapters)}
+
+    @property
+    def held_adapters(self) -> list[str]:
+        """Names of the adapters that a member holds, in order."""
+        return [*dict.fromkeys(self.adapters[member.index] for member in self.members)]
 
     def adapter(self, name: str) -> str:
         """Returns the name of the adapter that plays the member `name`."""
@@ -123,8 +148,9 @@ class Population:
         return [member for member in self.members if member.role == role]
 
     def list_values(self, option: str, default: Any) -> list[Any]:
-        """Lists the value of an option for each adapter, by index. `default` is that of members without their own."""
-        return [*{member.index: member.settings.get(option, default) for member in self.members}.values()]
+        """Lists the value of an option for each slot. `default` is that of empty slots and of members without their own."""
+        held = {member.index: member.settings.get(option, default) for member in self.members}
+        return [held.get(index, default) for index in range(len(self.adapters))]
 
     @staticmethod
     def fitness(member: Member) -> float:
@@ -190,35 +216,106 @@ class Population:
             member.settings = dict(settings)
         return member
 
+    def join(
+        self,
+        name: str,
+        *,
+        step: int,
+        parents: tuple[str, ...] = (),
+        mu: float = PRIOR_MU,
+        sigma: float = PRIOR_SIGMA,
+    ) -> Member:
+        """
+        Gives an empty slot to a student: the slot of its name if there is one, else the first.
+
+        Args:
+            name: Name of the member that joins.
+            step: Optimizer steps so far.
+            parents: Whose weights it begins with, as `name@version`.
+            mu, sigma: Its rating.
+
+        Returns:
+            The member. Its version is 0, or the one after that of the last member of this name.
+
+        Raises:
+            `ValueError`: If `name` is no file name or is taken, or if no slot is empty.
+        """
+        if not is_file_name(name):
+            raise ValueError(f"A member's name must have only letters, digits, `_` and `-`, got {name!r}.")
+        slots = self.slots
+        empty = [slot for slot, member in slots.items() if member is None]
+        # A slot's name may not be another slot's member: metrics go by slots, and records by members.
+        if name in self.names or (name in slots and name not in empty):
+            raise ValueError(f"The name {name!r} is taken: the members are {', '.join(self.names)}. Choose another.")
+        if not empty:
+            raise ValueError(
+                f"No slot is empty for {name!r}: {', '.join(self.names)} hold all {len(slots)}. Start the run with a "
+                "larger `max_members`, or call `remove_member` first."
+            )
+        index = self.adapters.index(name if name in empty else empty[0])
+        version = max((each["version"] + 1 for each in self.left if each["name"] == name), default=0)
+        member = Member(name, "student", index, mu, sigma, 0, step, tuple(parents), "join", version)
+        self.members = sorted([*self.members, member], key=lambda each: each.index)
+        return member
+
+    def leave(self, name: str, step: int, adapter: str) -> Member:
+        """
+        Empties the slot of a member, and keeps a record of it in `left`.
+
+        Args:
+            name: The member.
+            step: Optimizer steps so far.
+            adapter: Where its adapter is saved, below the run's directory.
+
+        Raises:
+            `KeyError`: If no member is called `name`.
+            `ValueError`: If it is the last one.
+        """
+        member = self[name]
+        if len(self.members) == 1:
+            raise ValueError(f"{name!r} is the last member, and a run needs one.")
+        self.members = [each for each in self.members if each is not member]
+        record = {each: getattr(member, each) for each in ("name", "version", "mu", "sigma", "age", "born")}
+        self.left.append({**record, "step": step, "adapter": adapter})
+        return member
+
     def state_dict(self) -> dict[str, Any]:
         """Returns plain data, ready for JSON."""
-        return {"members": [{**asdict(member), "parents": list(member.parents)} for member in self.members]}
+        members = [{**asdict(member), "parents": list(member.parents)} for member in self.members]
+        return {"members": members, "slots": len(self.adapters), "left": [dict(each) for each in self.left]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """
-        Restores a state that `state_dict` returned.
+        Restores a state that `state_dict` returned. Of students alone, the saved ones take the place of these.
 
         Raises:
-            `ValueError`: If the members of the saved population have other names than those of this one.
+            `ValueError`: If the members of the saved population have other names than those of this one, unless both
+                have students alone and equally many slots.
         """
         members = [Member(**{**fields, "parents": tuple(fields["parents"])}) for fields in state["members"]]
-        if [m.name for m in members] != self.names:
+        names = [member.name for member in members]
+        may_differ = not self.teachers and state.get("slots") == len(self.adapters)
+        if names != self.names and not may_differ:
             raise ValueError(
-                f"The saved population holds {', '.join(m.name for m in members)} but this one holds "
-                f"{', '.join(self.names)}. Resume with the `teachers` and `students` of the saved run."
+                f"The saved population holds {', '.join(names)} but this one holds {', '.join(self.names)}. Resume "
+                "with the `teachers` and `students` of the saved run, and its `max_members`."
             )
-        # The members are changed in place, because others may hold them.
-        for member, saved in zip(self.members, members, strict=True):
-            member.__dict__.update(saved.__dict__)
+        self.left = [dict(each) for each in state.get("left", ())]
+        # Members that stay are changed in place, because others may hold them.
+        if names == self.names:
+            for member, saved in zip(self.members, members, strict=True):
+                member.__dict__.update(saved.__dict__)
+        else:
+            self.members = members
 
     def metrics(self) -> dict[str, float]:
-        """Returns ratings by role and by member. A role without members gives NaN."""
+        """Returns ratings by role and by slot. A role without members gives NaN, and so does an empty slot."""
         values = {}
         for role in ROLES:
             mus = [member.mu for member in self.role(role)]
             values[f"population/{role}/mu_mean"] = fmean(mus) if mus else math.nan
             values[f"population/{role}/mu_std"] = pstdev(mus) if mus else math.nan
-        for member in self.members:
-            values[f"member/{member.name}/mu"] = member.mu
-            values[f"member/{member.name}/sigma"] = member.sigma
+        for slot, holder in self.slots.items():
+            values[f"member/{slot}/mu"] = holder.mu if holder else math.nan
+            values[f"member/{slot}/sigma"] = holder.sigma if holder else math.nan
         return values

@@ -86,11 +86,12 @@ def list_family(members: Sequence[Mapping[str, Any]], births: Sequence[Mapping[s
         A dictionary per individual with the keys in `INDIVIDUAL`; founders may have more. `replaced` is the step at
         which the individual was replaced, and is there only if it was.
     """
-    # An individual is `name@version`: a child takes over the name of the member that it replaces.
+    # An individual is `name@version`: a child takes over the name of the member that it replaces. Who joins a dataset
+    # run replaces nobody, and who leaves has no child.
     alive = {f"{member['name']}@{member['version']}": member for member in members}
     born = {birth["child"] for birth in births}
-    first = [*(birth["replaced"]["member"] for birth in births), *alive]
-    roles = {birth["replaced"]["member"]: birth["role"] for birth in births}
+    first = [*(birth["replaced"]["member"] for birth in births if birth["replaced"]), *alive]
+    roles = {birth["replaced"]["member"]: birth["role"] for birth in births if birth["replaced"]}
     roles |= {name: member["role"] for name, member in alive.items()}
     # Founders appear in no birth as a child. They are known because they live or were replaced.
     found: dict[str, dict[str, Any]] = {
@@ -101,12 +102,15 @@ def list_family(members: Sequence[Mapping[str, Any]], births: Sequence[Mapping[s
         founder |= {"born": 0, "generation": 0}
     for birth in births:
         dead, parents = birth["replaced"], [parent["member"] for parent in birth["parents"]]
-        found[dead["member"]] |= {"replaced": birth["step"], "mu": dead["mu"]}
+        if dead:
+            found[dead["member"]] |= {"replaced": birth["step"], "mu": dead["mu"]}
+        if not birth["child"]:
+            continue
         found[birth["child"]] = {
             "member": birth["child"],
             "role": birth["role"],
             "born": birth["step"],
-            "generation": 1 + max(found[parent]["generation"] for parent in parents),
+            "generation": 1 + max((found[parent]["generation"] for parent in parents), default=-1),
             "parents": parents,
             "operator": birth["operator"],
         }

@@ -415,24 +415,20 @@ def draw_matches(figure: Figure, run: Run) -> None:
 
 
 def draw_lineage(figure: Figure, run: Run) -> None:
-    """Draws a bar per member's name, whose shade changes with each child, and arrows from parents to children."""
+    """Draws a bar per slot, whose shade changes with each life, and arrows from parents to children."""
     axis = figure.subplots()
     names = run.members("teacher") + run.members("student")
     height = {name: -index for index, name in enumerate(names)}
     end = max(entry["step"] for entry in run.history)
-    # Steps at which each name began a new life. `child` and `parent` are `name@version`.
-    starts = {name: [0] for name in names}
-    for event in run.lineage:
-        starts[event["child"].partition("@")[0]].append(event["step"])
+    places, lives = _place_lives(run, names, end)
     for name in names:
         color = COLORS[name.rpartition("_")[0]]
-        for version, (start, stop) in enumerate(zip(starts[name], [*starts[name][1:], end], strict=True)):
+        for number, life in enumerate(lives[name]):
             # Neighbouring lives differ in shade.
-            axis.plot([start, stop], [height[name]] * 2, color=color, linewidth=5, alpha=0.9 if version % 2 else 0.45)
-    for event in run.lineage:
-        child = event["child"].partition("@")[0]
-        for parent in event["parents"]:
-            y = height[parent["member"].partition("@")[0]]
+            axis.plot(life, [height[name]] * 2, color=color, linewidth=5, alpha=0.9 if number % 2 else 0.45)
+    for event, (child, *parents) in zip(run.lineage, places, strict=True):
+        for parent in parents:
+            y = height[parent]
             axis.plot(event["step"], y, color="black", marker="o", markersize=4)
             style = "-" if len(event["parents"]) == 1 else "--"
             arrow = {
@@ -456,6 +452,37 @@ def draw_lineage(figure: Figure, run: Run) -> None:
         handles += [axis.plot([], [], color="black", linewidth=0.9, linestyle=style)[0] for style in ("-", "--")]
         labels += ["child of one parent", "child of two"]
     figure.legend(handles, labels, loc="outside lower center", ncols=2)
+
+
+def _place_lives(run: Run, names: Sequence[str], end: int) -> tuple[list[list[str]], dict[str, list[tuple[int, int]]]]:
+    """
+    Finds for each line of the lineage the slots of the child, or of who leaves, and of the parents; and for each slot
+    the first and last steps of all who lived there.
+    """
+    slots: dict[str, str] = {}  # of members that have another name than their slot
+    places: list[list[str]] = []
+    changes: dict[str, list[dict]] = {name: [] for name in names}
+    for event in run.lineage:
+        # They are told as `name@version`.
+        told = [event["child"] or event["replaced"]["member"], *(parent["member"] for parent in event["parents"])]
+        who = [each.partition("@")[0] for each in told]
+        if "slot" in event:
+            slots[who[0]] = event["slot"]
+        places.append([slots.get(name, name) for name in who])
+        changes[places[-1][0]].append(event)
+    lives: dict[str, list[tuple[int, int]]] = {}
+    for name, events in changes.items():
+        known, _ = run.series(f"member/{name}/mu")
+        # A slot may be empty at first, or all the time.
+        begun = 0 if (events[0]["replaced"] if events else known or not run.lineage) else None
+        lives[name] = []
+        for event in events:
+            if begun is not None:
+                lives[name].append((begun, event["step"]))
+            begun = event["step"] if event["child"] else None
+        if begun is not None:
+            lives[name].append((begun, end))
+    return places, lives
 
 
 PHASE_COLORS = {"match": "#444444", "propose": "#D55E00", "verify": "#009E73", "solve": "#0072B2", "update": "#E69F00"}

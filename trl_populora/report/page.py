@@ -153,7 +153,7 @@ def _write_facts(run: Run) -> str:
         "task kinds": ", ".join(population.get("task_kinds", [])) or "-",
         "teachers": len(run.members("teacher")),
         "students": len(run.members("student")),
-        "births": len(run.lineage),
+        "births": sum(event["child"] is not None for event in run.lineage),
         "tasks in the archive": _format_number(last.get("archive/size"), ".0f"),
         "tokens": _format_number(last.get("num_tokens"), ",.0f"),
         "seed": settings.get("seed", "-"),
@@ -213,12 +213,16 @@ def _write_change_table(header: Sequence[str], rows: Sequence[Change]) -> str:
 def _write_members(run: Run) -> str:
     """Writes the table of members."""
     # Names and newest ratings come from the metrics, because `population.json` may not be written yet.
-    known = {member["name"]: member for member in run.population.get("members", [])}
+    # Metrics go by slots. A slot may have another name than its member, or be empty.
+    known = {member.get("slot", member["name"]): member for member in run.population.get("members", [])}
     members = [
-        {**known.get(name, {}), "name": name, "role": role}
-        | {key: run.latest.get(f"member/{name}/{key}") for key in ("mu", "sigma")}
+        {"name": slot}
+        | known.get(slot, {})
+        | {"role": role}
+        | {key: run.latest.get(f"member/{slot}/{key}") for key in ("mu", "sigma")}
         for role in ("teacher", "student")
-        for name in run.members(role)
+        for slot in run.members(role)
+        if slot in known or not known
     ]
     body = [
         ([f'<span class="{role}">{escape(name)}</span>', *map(escape, cells)], "")
@@ -234,11 +238,11 @@ def _write_births(run: Run) -> str:
     header = ("child", "step", "its mu", "in place of", "whose mu", "parents", "operator", "cosine to parents")
     body = []
     for event in run.lineage:
-        replaced = event["replaced"]
+        replaced = event["replaced"] or {"member": "-", "mu": None}  # who joins replaces nobody
         cells = [
-            escape(event["child"]),
+            escape(event["child"] or "-"),  # who leaves has no successor
             str(event["step"]),
-            _format_number(event["mu"], ".2f"),
+            _format_number(event.get("mu"), ".2f"),
             escape(replaced["member"]),
             _format_number(replaced["mu"], ".2f"),
             escape(", ".join(parent["member"] for parent in event["parents"])),

@@ -326,7 +326,7 @@ def save(
     """
     root = Path(directory)
     # Every rank takes part, because sharded weights are gathered from all of them.
-    for name in population.adapters:
+    for name in population.held_adapters:
         lora_members.save_member(model, name, root / "members" / name, write, about["step"])
     if not write:
         return
@@ -400,11 +400,26 @@ def load_members(directory: str, model: torch.nn.Module, population: Population,
         `ValueError`: If a file is missing, broken or from another population. The message names the file.
     """
     root = Path(directory)
+    if not population.teachers:
+        _take_membership(root, population)
     saved = check_same_shape(root, shape, population.names)
     for member in saved["members"]:
         lora_members.set_rank(model, population.adapter(member["name"]), member.get("settings", {}))
-    for name in population.adapters:
+    for name in population.held_adapters:
         write_member_file(model, name, root / "members" / name / "adapter_model.safetensors")
+
+
+def _take_membership(root: Path, population: Population) -> None:
+    """Lets a population of students have the members of a checkpoint: some may have joined or left since its start."""
+    state = read_json(root / "game.json").get("population", {})
+    slots = state.get("slots", len(population.adapters))
+    if slots != len(population.adapters):
+        raise ValueError(
+            f"{root / 'game.json'}: the run has {slots} slots, this trainer has {len(population.adapters)}. "
+            "Resume with the saved `students` and `max_members`, or start a new run with `warm_start` to change them."
+        )
+    if "slots" in state:  # early versions did not write it
+        population.load_state_dict(state)
 
 
 def write_member_file(model: torch.nn.Module, name: str, path: Path) -> None:

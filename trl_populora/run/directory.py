@@ -31,7 +31,7 @@ from transformers import TrainingArguments
 from trl_populora.files import write_whole
 from trl_populora.run import nodes
 from trl_populora.run.checkpoint import PREFIX, UNFINISHED, check_optimizer_state, choose_checkpoint, find_newest
-from trl_populora.run.read import LINEAGE, METRICS, POPULATION_FILE, TIMES, read_lines
+from trl_populora.run.read import LEFT, LINEAGE, METRICS, POPULATION_FILE, TIMES, read_lines, read_population
 
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ ASIDE = "_previous-{}"
 
 # What a training leaves. A move goes through these in order. Checkpoints come first, so that a move that is cut short
 # leaves no checkpoint whose records are gone.
-LEFT_BY_TRAINING = [f"{PREFIX}*", UNFINISHED, "rollouts", LINEAGE, "members", "archive.parquet"]
+LEFT_BY_TRAINING = [f"{PREFIX}*", UNFINISHED, "rollouts", LINEAGE, "members", LEFT, "archive.parquet"]
 LEFT_BY_TRAINING += ["adapter_model.safetensors", "adapter_config.json", "trainer_state.json"]
 # TRL's tables of completions, one file per step. TRL makes their folder before a run has begun, so the folder itself
 # is no sign of a run.
@@ -243,6 +243,7 @@ def _bring_records_to(checkpoint: Path, step: int, output_dir: Path) -> None:
                 copy = output_dir / path.relative_to(root)
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, copy)
+    _bring_left_to(checkpoint, output_dir, in_place)
     for name in (METRICS, TIMES):
         _write_lines(output_dir / name, [entry for entry in read_lines(root / name) if entry["step"] <= step])
     restore_lineage(output_dir, checkpoint / LINEAGE)
@@ -251,6 +252,18 @@ def _bring_records_to(checkpoint: Path, step: int, output_dir: Path) -> None:
     if not in_place:
         with write_whole(output_dir / f"{PREFIX}{step}") as unfinished:
             shutil.copytree(checkpoint, unfinished, dirs_exist_ok=True)
+
+
+def _bring_left_to(checkpoint: Path, output_dir: Path, in_place: bool) -> None:
+    """Removes the adapters of members that had not left yet at the checkpoint, or copies those of members that had."""
+    root = checkpoint.parent
+    gone = {member["adapter"] for member in read_population(checkpoint).get("left", ())}
+    for path in root.glob(f"{LEFT}/*"):
+        name = path.relative_to(root)
+        if in_place and str(name) not in gone:
+            shutil.rmtree(path)
+        elif not in_place and str(name) in gone:
+            shutil.copytree(path, output_dir / name, dirs_exist_ok=True)
 
 
 def restore_lineage(output_dir: Path, lineage: Path) -> None:

@@ -16,6 +16,7 @@ from trl_populora.files import drop_secrets, is_file_name, read_json
 PLAYED = "propose/valid_rate"
 STEP, EVALUATION = "step", "evaluation"
 METRICS, TIMES, LINEAGE = "metrics.jsonl", "times.jsonl", "lineage.jsonl"
+LEFT = "left"  # has the adapters of members that have left a dataset run
 
 
 def classify_log(logs: Mapping[str, Any] | None) -> str | None:

@@ -81,6 +81,8 @@ _DECIDED_BY_CHECKPOINT = (
     "seed",
     "task_kinds",
     "single_agent",
+    "max_members",
+    "halve_every",
     "base_revision",
     *OPTIMIZER,
 )
@@ -171,9 +173,11 @@ def describe(
             "operator": member.operator,
             "parents": list(member.parents),
             "adapter": f"members/{population.adapter(member.name)}",
+            "slot": slot,
             **({} if scores is None else {"settings": member.settings, **scores.describe(member)}),
         }
-        for member in population
+        for slot, member in population.slots.items()
+        if member is not None
     ]
     return {
         "format": FORMAT,
@@ -190,6 +194,7 @@ def describe(
         "held_out_step": held_out.step if held_out else None,
         "held_out_tasks": held_out.describe_tasks() if held_out else None,
         "members": members,
+        "left": population.left,
         "settings": _collect_settings(args),
         "versions": collect_versions(),
     }

@@ -93,6 +93,9 @@ class Scorer:
         self.settings, self.population, self.reward_weights = settings, population, reward_weights
         self.ends = ends if settings.mask_truncated_completions else None
         self.rank, self.sharing, self.skips_blank_rows = rank, sharing, skips_blank_rows
+        # Of a run whose slots may be empty: rows of a generation, and micro-batches of an optimizer step, with all.
+        self.rows_of_all: int | None = None
+        self.micro_batches = 0
 
     def score(self, played: Played) -> None:
         """Fills in a step's `worth`, `local_worth` and `plan` from its `rewards`. Collective."""
@@ -118,6 +121,8 @@ class Scorer:
                 settings.per_device_train_batch_size,
                 self.sharing,
             )
+            # TRL counts on as many micro-batches as all slots would fill.
+            packs += [[] for _ in range(self.micro_batches - len(packs))]
             played.plan += [[[step_rows[row] for row in pack] for pack in batch] for batch in packs]
 
     def _weigh(self, played: Played, num_tokens_R: torch.Tensor) -> Worth:
@@ -129,7 +134,7 @@ class Scorer:
             rewards_R,
             broadcast(advantages_R),  # a user's own function may give other values on another rank
             members_R,
-            compute_member_factors(members_R, num_tokens_R, self.settings.loss_type),
+            compute_member_factors(members_R, num_tokens_R, self.settings.loss_type, self.rows_of_all),
             flat,
         )
 
@@ -311,7 +316,9 @@ def _sums(values_R: torch.Tensor, numbers_R: torch.Tensor) -> torch.Tensor:
     return values_R.new_zeros(int(numbers_R.max()) + 1 if numbers_R.numel() else 0).index_add(0, numbers_R, values_R)
 
 
-def compute_member_factors(members_R: torch.Tensor, num_tokens_R: torch.Tensor, loss_type: str) -> torch.Tensor:
+def compute_member_factors(
+    members_R: torch.Tensor, num_tokens_R: torch.Tensor, loss_type: str, rows: int | None = None
+) -> torch.Tensor:
     """
     Computes per row the factor by which the joint loss makes the member's update smaller than training it alone.
 
@@ -327,6 +334,8 @@ def compute_member_factors(members_R: torch.Tensor, num_tokens_R: torch.Tensor, 
         members_R: Member index of each row of the generation batch, over all ranks.
         num_tokens_R: Completion tokens of each row that count in the loss.
         loss_type: TRL's `loss_type`.
+        rows: Rows that TRL takes the generation batch to have, where it divides by rows; R when `None`. There are
+            fewer rows if slots are empty, and TRL's divisor stays. Tokens are counted in the rows that exist.
 
     Returns:
         Factors of shape `[R]`, fp32, the same for all rows of a member. Where tokens count, a member without any gets
@@ -341,9 +350,9 @@ def compute_member_factors(members_R: torch.Tensor, num_tokens_R: torch.Tensor, 
             f"{sorted(LOSS_NORMALISERS)}."
         )
     # What a row contributes to the normaliser: itself, or its tokens.
-    weights_R = torch.ones_like(num_tokens_R) if LOSS_NORMALISERS[loss_type] == "rows" else num_tokens_R
-    weights_R = weights_R.to(torch.float64)
+    by_rows = LOSS_NORMALISERS[loss_type] == "rows"
+    weights_R = (torch.ones_like(num_tokens_R) if by_rows else num_tokens_R).to(torch.float64)
     _, numbers_R = torch.unique(members_R, return_inverse=True)
     own_R = _sums(weights_R, numbers_R)[numbers_R]
-    factors_R = weights_R.sum() / own_R
+    factors_R = (rows if rows and by_rows else weights_R.sum()) / own_R
     return torch.where(own_R > 0, factors_R, torch.ones_like(factors_R)).to(torch.float32)

@@ -55,12 +55,17 @@ class PromptScorer(Scorer):
     Args:
         attempts: G, `num_generations`.
         optimizer_steps: Optimizer steps that share the rows of a generation, without `num_iterations`.
+        rows_of_all: Rows of a generation if no slot is empty, on all ranks.
+        micro_batches: Micro-batches of a generation on a rank.
         others: Arguments of [`~trl_populora.step.advantages.Scorer`].
     """
 
-    def __init__(self, *, attempts: int, optimizer_steps: int, **others: Any):
+    def __init__(
+        self, *, attempts: int, optimizer_steps: int, rows_of_all: int | None, micro_batches: int, **others: Any
+    ):
         super().__init__(**others)
         self.attempts, self.optimizer_steps = attempts, optimizer_steps
+        self.rows_of_all, self.micro_batches = rows_of_all, micro_batches // optimizer_steps
 
     def _weigh_rewards(self, played: Played, members_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
         per_function = played.rewards
@@ -171,7 +176,7 @@ class MemberScores:
 
 
 def measure_members(
-    names: Sequence[str],
+    slots: Mapping[str, Member | None],
     records: Sequence[Mapping[str, Any]],
     rewards_R: torch.Tensor,
     per_function: torch.Tensor,
@@ -182,7 +187,7 @@ def measure_members(
     Measures each member by its rows on all ranks.
 
     Args:
-        names: The members.
+        slots: The members by the names of their slots.
         records: The rows' `member`, in the order of the rows.
         rewards_R: Reward of each row, NaN where no function judges it.
         per_function: Reward of each row by each function, `[W * R, functions]`.
@@ -190,14 +195,16 @@ def measure_members(
         lengths: Tokens of each completion.
 
     Returns:
-        Means by `member/<name>/reward`, `member/<name>/rewards/<function>` and `member/<name>/length`.
+        Means by `member/<slot>/reward`, `member/<slot>/rewards/<function>` and `member/<slot>/length`; NaN of an
+        empty slot.
     """
     found = {}
-    for name in names:
-        own = torch.tensor([record["member"] == name for record in records], device=rewards_R.device)
-        found[f"member/{name}/reward"] = float(rewards_R[own].nanmean())
+    for slot, member in slots.items():
+        mine = [member is not None and record["member"] == member.name for record in records]
+        own = torch.tensor(mine, device=rewards_R.device)
+        found[f"member/{slot}/reward"] = float(rewards_R[own].nanmean())
         for place, function in enumerate(functions):
-            found[f"member/{name}/rewards/{function}"] = float(per_function[own, place].nanmean())
-        mine = [length for record, length in zip(records, lengths, strict=True) if record["member"] == name]
-        found[f"member/{name}/length"] = sum(mine) / len(mine) if mine else math.nan
+            found[f"member/{slot}/rewards/{function}"] = float(per_function[own, place].nanmean())
+        mine = [length for length, its in zip(lengths, mine, strict=True) if its]
+        found[f"member/{slot}/length"] = sum(mine) / len(mine) if mine else math.nan
     return found

@@ -2,10 +2,11 @@
 
     table [N] --expand_by_member--> table [M * N] with a column `member` --MemberSampler--> rows of a generation
 
-Row `m * N + i` of the expanded table is row i as member m gets it. TRL's loop, reward functions and completion tables
-see the column `member` like any other column.
+Row `m * N + i` of the expanded table is row i as slot m gets it. TRL's loop, reward functions and completion tables
+see the column `member` like any other column. A generation has rows for all slots, so that TRL's numbers hold whoever
+joins or leaves; the trainer drops the rows of empty slots.
 
-Shapes: N rows of the table, M members.
+Shapes: N rows of the table, M slots.
 """
 
 from __future__ import annotations
@@ -72,25 +73,27 @@ def check_table(table: Any, field: str) -> None:
         raise ValueError(f"`{field}` has a column `{name}`: members train on text alone. Remove it.")
 
 
-def expand_by_member(table: Dataset, members: Sequence[str]) -> Dataset:
-    """Repeats a table once for each member, with the member's name in a column `member`. Rows are not copied."""
-    return concatenate_datasets([table.add_column(MEMBER, [name] * len(table)) for name in members])
+def expand_by_member(table: Dataset, slots: Sequence[str]) -> Dataset:
+    """Repeats a table once for each slot, with the slot's name in a column `member`. Rows are not copied."""
+    return concatenate_datasets([table.add_column(MEMBER, [name] * len(table)) for name in slots])
 
 
 class MemberSampler(Sampler):
     """
-    Deals the rows of an expanded table: a generation holds each member's rows one after the other.
+    Deals the rows of an expanded table: a generation holds each slot's rows one after the other.
 
-    Each member's rows come in the order in which TRL's sampler gives them to a run of that member alone. On several
-    processes a rank's part of a generation holds the same part of every member's.
+    Each slot's rows come in the order in which TRL's sampler gives them to a run of its member alone. On several
+    processes a rank's part of a generation holds the same part of every slot's.
 
     Args:
-        streams: TRL's sampler of each member. Members with equal samplers get the same prompts.
-        rows: Rows that a member has on one rank in one generation.
+        streams: TRL's sampler of each slot. Slots with equal samplers get the same prompts.
+        rows: Rows that a slot has on one rank in one generation.
+        slots: Numbers of the slots that get rows; all when `None`.
     """
 
-    def __init__(self, streams: Sequence[RepeatSampler], rows: int):
+    def __init__(self, streams: Sequence[RepeatSampler], rows: int, slots: Sequence[int] | None = None):
         self.streams, self.rows = list(streams), rows
+        self.slots = range(len(self.streams)) if slots is None else slots
 
     def set_epoch(self, epoch: int) -> None:
         """Makes the next pass the one of an epoch, so that a resumed run sees the order that it would have seen."""
@@ -108,9 +111,8 @@ class MemberSampler(Sampler):
             parts = [list(islice(each, self.rows)) for each in passes]
             if not parts[0]:
                 return
-            for member, part in enumerate(parts):
-                offset = member * self.streams[member].num_samples
-                yield from (offset + index for index in part)
+            for slot, stream, part in zip(self.slots, self.streams, parts, strict=True):
+                yield from (slot * stream.num_samples + index for index in part)
 
     def __len__(self) -> int:
         return sum(map(len, self.streams))
@@ -121,3 +123,66 @@ def _draw_orders(stream: RepeatSampler) -> Iterator[None]:
     while True:
         torch.randperm(stream.num_samples, generator=stream.generator)
         yield
+
+
+class HalvingSampler(Sampler):
+    """
+    Deals the rows of an expanded table in a run with successive halving: each time the number of members has halved,
+    those that stay get twice as many prompts in a generation, and a generation keeps its number of rows.
+
+    Before the first halving all rows are those of [`MemberSampler`] with equal streams. A member then gets several of
+    TRL's batches of prompts at once, and goes on with another pass over the table where one ends. Whom a row belongs
+    to says its place in the generation, not its slot: the sampler does not know who has stayed.
+
+    Args:
+        stream: TRL's sampler, of all members.
+        members: Members at the start, a power of two.
+        rows: Rows that a member has on one rank in one generation at the start.
+        generations: Generations from one halving to the next.
+    """
+
+    def __init__(self, stream: RepeatSampler, members: int, rows: int, generations: int):
+        self.stream, self.members, self.rows, self.generations = stream, members, rows, generations
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Makes the next pass the one of an epoch, which has as many generations as one of a run without halving."""
+        self.epoch = epoch
+
+    def count_shares(self, generation: int) -> int:
+        """Counts the members' rows that one of those that are left has in a generation: 1, then 2, 4 and so on."""
+        return min(self.members, 2 ** (generation // self.generations))
+
+    def __iter__(self) -> Iterator[int]:
+        stream = self.stream
+        a_pass = stream.num_samples // stream.batch_size
+        first, batches = self.epoch * a_pass, self._list_batches()
+        for generation in range(first + a_pass):
+            shares = self.count_shares(generation)
+            prompts = [prompt for batch in islice(batches, shares) for prompt in batch]
+            if generation < first:
+                continue
+            own = [prompt for prompt in prompts for _ in range(stream.mini_repeat_count)]
+            part = shares * self.rows
+            rows = [
+                member * stream.num_samples + index
+                for start in range(0, len(own), part)
+                for member in range(self.members // shares)
+                for index in own[start : start + part]
+            ]
+            for _ in range(stream.repeat_count):
+                yield from rows
+
+    def _list_batches(self) -> Iterator[list[int]]:
+        """Yields TRL's batches of prompts, pass after pass."""
+        stream, generator = self.stream, torch.Generator()
+        generator.manual_seed(stream.seed)
+        size = stream.batch_size
+        while True:
+            order = range(stream.num_samples)
+            if stream.shuffle:
+                order = torch.randperm(stream.num_samples, generator=generator).tolist()
+            yield from (list(order[start : start + size]) for start in range(0, len(order) - size + 1, size))
+
+    def __len__(self) -> int:
+        return self.members * len(self.stream)

@@ -1,0 +1,75 @@
+"""Successive halving (arXiv 1502.07943): the worse half of the members leaves, again and again, until one is left.
+
+    mean rewards of each generation --note--> sums --halve_every steps--> the half with the lower means leaves
+
+Who leaves is decided here. How many prompts the others get, [`~trl_populora.tasks.prompts.HalvingSampler`] decides.
+Both follow the number of optimizer steps, so they agree after a resume, too.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from transformers import TrainerCallback
+
+from trl_populora.population.members import Member, Population
+
+
+logger = logging.getLogger(__name__)
+
+
+class Halving(TrainerCallback):
+    """
+    Lets the half of the members leave that has the lower mean rewards since the last halving.
+
+    Like evolution it waits until the next step begins, so that members are evaluated and saved before they leave. All
+    ranks know the same rewards, and choose the same members.
+
+    Args:
+        every: Optimizer steps between two halvings.
+        members: Members at the start, a power of two.
+        population: The members.
+        leave: Takes a member's name, and empties its slot. Collective.
+    """
+
+    def __init__(self, every: int, members: int, population: Population, leave: Callable[[str], None]):
+        self.every, self.members, self.population, self.leave = every, members, population, leave
+        self._sums: dict[str, float] = {}
+        self._counts: dict[str, int] = {}
+
+    def note(self, means: Mapping[str, float]) -> None:
+        """Adds the members' mean rewards in a generation, by name. NaN, where no row was judged, does not count."""
+        for name, mean in means.items():
+            if not math.isnan(mean):
+                self._sums[name] = self._sums.get(name, 0.0) + mean
+                self._counts[name] = self._counts.get(name, 0) + 1
+
+    def measure(self, member: Member) -> float:
+        """Returns a member's mean reward since the last halving; the lowest number if it has none."""
+        count = self._counts.get(member.name, 0)
+        return self._sums[member.name] / count if count else -math.inf
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        left = max(1, self.members // 2 ** (state.global_step // self.every))
+        if len(self.population) <= left:
+            return
+        # Of members with equal means the one with the highest index goes.
+        ranked = sorted(self.population, key=lambda member: (self.measure(member), -member.index))
+        leaving = ranked[: len(ranked) - left]
+        if state.is_world_process_zero:
+            told = ", ".join(f"{each.name} ({self.measure(each):.3f})" for each in ranked)
+            logger.info("Halving after step %d, by mean reward: %s; %d stay.", state.global_step, told, left)
+        for member in leaving:
+            self.leave(member.name)
+        self._sums, self._counts = {}, {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns plain data, ready for JSON."""
+        return {"sums": self._sums, "counts": self._counts}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores a state of `state_dict`."""
+        self._sums, self._counts = dict(state["sums"]), dict(state["counts"])
