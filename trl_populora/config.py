@@ -322,6 +322,8 @@ class PopuLoRAConfig(GRPOConfig):
             if self._list_game_options():
                 raise
             self._no_game = error
+        # What was set since then counts as given, too.
+        self._settled = {each.name: getattr(self, each.name) for each in fields(self)}
 
     def _settle_for_game(self) -> None:
         """Checks all settings, and derives those that follow from the population."""
@@ -421,8 +423,10 @@ class PopuLoRAConfig(GRPOConfig):
         Raises:
             `ValueError`: If these settings do not make one.
         """
+        later = {name: getattr(self, name) for name, value in self._settled.items() if getattr(self, name) != value}
+        given = self._given | later
         settled = object.__new__(type(self))
-        vars(settled).update(self._given, _given=self._given, _no_game=None)
+        vars(settled).update(given, _given=given, _no_game=None)
         settled._settle_for_prompts()
         return settled
 

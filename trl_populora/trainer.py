@@ -55,7 +55,7 @@ from trl_populora.run.read import read_population
 from trl_populora.run.saved_population import Shape, describe
 from trl_populora.step import microbatch
 from trl_populora.step.advantages import LOSS_NORMALISERS, Scorer, Scoring, average_by_role
-from trl_populora.step.microbatch import LossMetrics
+from trl_populora.step.microbatch import LossMetrics, MemberMetrics
 from trl_populora.step.play import Game, play_step
 from trl_populora.step.player import Completion, Messages, Player
 from trl_populora.step.prompts import MemberScores, PromptRow, PromptScorer, measure_members
@@ -260,7 +260,9 @@ class PopuLoRATrainer(HubTrainer):
         self._phases = PhaseClock(PHASES if plays else PROMPT_PHASES)
         main = args.process_index == 0
         self._clipper = lora_members.MemberClipper(self.population.adapters, args.max_grad_norm, warns=main)
-        self._loss_metrics = LossMetrics(by_row=args.importance_sampling_level == "sequence")
+        by_row = args.importance_sampling_level == "sequence"
+        self._loss_metrics = LossMetrics(by_row)
+        self._member_metrics = MemberMetrics(by_row, one_sided=args.loss_type == "cispo")
         if self.is_deepspeed_enabled:
             lora_members.keep_adapters_whole(self.accelerator.state.deepspeed_plugin, self.model)
 
@@ -360,6 +362,7 @@ class PopuLoRATrainer(HubTrainer):
         self._metrics["train"].clear()
         self._phases.take()
         self._loss_metrics.take()
+        self._member_metrics.forget()
 
     def _open(self) -> None:
         if self._closed and self.game is not None:
@@ -554,7 +557,7 @@ class PopuLoRATrainer(HubTrainer):
         self.scores.trained = {self.population[name].identity: mean for name, mean in means.items()}
         if self.args.member_prompts == "shared":
             rate_by_rewards(self.population, means)
-            figures |= self.population.metrics()
+            figures |= self.population.metrics(("student",))
         self._log_values(figures)
 
     # Match, propose, verify, solve: the game
@@ -711,6 +714,9 @@ class PopuLoRATrainer(HubTrainer):
                 # the students' rows, and always filler rows, whose prompt is masked and whose KL might be infinite.
                 own = (inputs["pack"] < 0) | (inputs["member"] >= self.args.teachers) & bool(self.args.teacher_beta)
                 inputs["ref_per_token_logps"][own] = found[0].detach()[own]
+            if self.game is None:
+                bounds = self.epsilon_low, self.epsilon_high
+                self._member_metrics.add(inputs, found, bounds, len(self.population.names))
             return found
 
         told: defaultdict[str, list[float]] = defaultdict(list)
@@ -733,6 +739,8 @@ class PopuLoRATrainer(HubTrainer):
                 self.router.clear()
         if self.accelerator.sync_gradients:
             self._log_values(self._phases.take() | self._loss_metrics.take())
+            if self.game is None:
+                self._log_values(self._member_metrics.take(self.population.names))
         return loss
 
     def create_optimizer(self, model=None):

@@ -7,7 +7,7 @@ the model, which `trl_populora.lora` reads and writes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, pstdev
 from typing import Any
@@ -201,10 +201,10 @@ class Population:
         for member, saved in zip(self.members, members, strict=True):
             member.__dict__.update(saved.__dict__)
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, roles: Sequence[str] = ROLES) -> dict[str, float]:
         """Returns ratings by role and by member. A role without members gives NaN."""
         values = {}
-        for role in ROLES:
+        for role in roles:
             mus = [member.mu for member in self.role(role)]
             values[f"population/{role}/mu_mean"] = fmean(mus) if mus else math.nan
             values[f"population/{role}/mu_std"] = pstdev(mus) if mus else math.nan
