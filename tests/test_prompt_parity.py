@@ -47,7 +47,9 @@ def check_equal(trainer, judge, gradients, factors, stock, exact: bool = True) -
     if exact:
         for column in ("advantages", "prompt", "completion"):
             assert list(trainer._logs[column]) == list(stock_trainer._logs[column]), column
-        assert str(dict(trainer._logs["rewards"])) == str(dict(stock_trainer._logs["rewards"]))  # as text, because NaN is not NaN
+        assert str(dict(trainer._logs["rewards"])) == str(
+            dict(stock_trainer._logs["rewards"])
+        )  # as text, because NaN is not NaN
     assert len(gradients) == len(stock_gradients) == STEPS
     for key, gradient in stock_gradients[0].items():
         torch.testing.assert_close(gradients[0][key], gradient, rtol=0, atol=1e-5 * gradient.abs().max().item())

@@ -156,13 +156,13 @@ def build_trainer(recipe, args, model, prompts=None):
     if prompts is not None:
         refuse_both(prompts, {"seed_tasks": recipe.seed_tasks, "eval_tasks": recipe.eval_tasks})
         rewards = find_reward_functions(prompts) or None
-    if prompts is not None and prompts.names_prompts:
+    if prompts is not None and prompts.dataset_names:
         train_dataset, eval_dataset = read_prompts(prompts, args.eval_strategy != "no" or args.eval_on_start)
     else:
         train_dataset = read_tasks(recipe.seed_tasks)
         eval_dataset = read_held_out(recipe.eval_tasks, args.task_kinds)
     args.model_init_kwargs = base_options(model, args.model_init_kwargs)
-    return PopuLoRATrainer(
+    trainer = PopuLoRATrainer(
         model=model.model_name_or_path or TINY,
         reward_funcs=rewards,
         args=args,
@@ -171,6 +171,9 @@ def build_trainer(recipe, args, model, prompts=None):
         quantization_config=get_quantization_config(model),
         peft_config=member_lora(model),
     )
+    if prompts is not None:
+        trainer.dataset_names = prompts.dataset_names
+    return trainer
 
 
 def run_training(recipe, args, model, prompts=None) -> None:

@@ -130,11 +130,15 @@ class PopuLoRATrainer(HubTrainer):
     log_completions: bool
     eos_token_ids: list[int]
 
+    # Names of the dataset that `train_dataset` comes from, for cards. `populora train` sets them.
+    dataset_names: Sequence[str] = ()
+
     # What one method leaves for another.
     evolution: EvolutionCallback | None = None
     game: Game | None = None  # of teachers and students; `None` in a dataset run
     held_out: HeldOut | None = None  # tasks of the game's `eval_dataset`
     scores: MemberScores | None = None  # of a dataset run
+    _table = ""  # name of the table of `eval_dataset` that is evaluated, where there are several
     _asked: list[dict[str, Any]]  # the rows of the dataset that TRL's loop has given last
     _closed = False
     _resumed: checkpoint.RankState | None = None  # loaded with a checkpoint, until its loss is added
@@ -307,7 +311,8 @@ class PopuLoRATrainer(HubTrainer):
             self.add_callback(self.evolution)
         use_step_line(self.callback_handler)
         self.callback_handler.callbacks.insert(0, records.OnlyKnown())  # before the trackers of `report_to`
-        for callback in start.make_callbacks(self.describe, lambda: self.played, self.game is not None):
+        functions = self.reward_func_names if self.game is None else None
+        for callback in start.make_callbacks(self.describe, lambda: self.played, functions):
             self.add_callback(callback)
 
     @property
@@ -383,7 +388,10 @@ class PopuLoRATrainer(HubTrainer):
         """Describes the population for people and other programs: the contents of `population.json`."""
         referee = None if self.game is None else self.game.referee
         step = self._members_step
-        return describe(self.population, referee, self.shape, self.args, step, self.held_out, self.scores)
+        found = describe(self.population, referee, self.shape, self.args, step, self.held_out, self.scores)
+        if self.game is None:
+            found |= {"reward_functions": self.reward_func_names, "datasets": self.dataset_names}
+        return found
 
     @property
     def _members_step(self) -> int:
@@ -461,6 +469,7 @@ class PopuLoRATrainer(HubTrainer):
                 for name, table in tables.items()
             }
         self._evaluated.clear()
+        self._table = prefix.removeprefix("eval").removeprefix("_")
         return super().evaluate(tables, ignore_keys, prefix)
 
     def _note_evaluated(self, inputs: list[dict[str, Any]], rewards: torch.Tensor) -> None:
@@ -471,17 +480,21 @@ class PopuLoRATrainer(HubTrainer):
             self._evaluated[name].append(reward)
 
     def _log_evaluated(self) -> None:
-        """Adds each member's mean reward to the metrics of the evaluation, the highest and the lowest beside them."""
+        """
+        Adds each member's mean reward to the metrics of the evaluation, the highest and the lowest beside them. Where
+        there are several tables, the table's name stands before each.
+        """
         means = {name: float(torch.tensor(each).nanmean()) for name, each in self._evaluated.items()}
         self._evaluated.clear()
         figures = {f"member/{name}/reward": mean for name, mean in means.items()}
         known = [mean for mean in means.values() if not math.isnan(mean)]
+        figures |= {"reward_best": max(known, default=math.nan), "reward_worst": min(known, default=math.nan)}
         if known:
-            figures |= {"reward_best": max(known), "reward_worst": min(known)}
             self.scores.note_evaluation(
                 self._members_step, {self.population[name].identity: mean for name, mean in means.items()}
             )
-        self._metrics["eval"].update({name: [value] for name, value in figures.items()})
+        table = f"{self._table}_" if self._table else ""
+        self._metrics["eval"].update({f"{table}{name}": [value] for name, value in figures.items()})
 
     def _evaluate(self, trial, ignore_keys_for_eval, skip_scheduler=False):
         if skip_scheduler and self.state.global_step:  # `eval_on_start` of a resumed run: its start is long over

@@ -746,7 +746,9 @@ class MemberMetrics:
         """
         logps, entropies, _ = log_probs
         logps, mask = logps.detach(), batch["completion_mask"]
-        clipped = self._find_clipped(logps - batch.get("old_per_token_logps", logps), mask, batch["advantages"], bounds)
+        clipped = self._find_clipped(
+            logps - batch.get("old_per_token_logps", logps), mask, batch["advantages"], bounds
+        )
         values = {"clip_ratio": clipped, "tokens": mask}
         if entropies is not None:
             values["entropy"] = entropies.detach()

@@ -54,9 +54,11 @@ class PromptArguments(GRPOScriptArguments, DatasetMixtureConfig):
                 )
 
     @property
-    def names_prompts(self) -> bool:
-        """Whether a dataset is named."""
-        return bool(self.dataset_name or self.datasets)
+    def dataset_names(self) -> list[str]:
+        """Names of the datasets to read; empty if none is named. As in TRL's script `datasets` goes first."""
+        if self.datasets:
+            return [each.path for each in self.datasets]
+        return [self.dataset_name] if self.dataset_name else []
 
 
 def read_prompts(asked: PromptArguments, evaluates: bool) -> tuple[Dataset, Dataset | None]:
@@ -64,8 +66,7 @@ def read_prompts(asked: PromptArguments, evaluates: bool) -> tuple[Dataset, Data
     Reads the dataset of prompts that the options name.
 
     Args:
-        asked: The options. As in TRL's script `datasets` goes before `dataset_name`, which may be a file or a
-            directory, too.
+        asked: The options. `dataset_name` may be a file or a directory, too.
         evaluates: Whether the run evaluates. Otherwise the split for it is not needed.
 
     Raises:
@@ -130,7 +131,7 @@ def refuse_both(asked: PromptArguments, tasks: dict[str, Any]) -> None:
         `ValueError`: If both are given.
     """
     given: Sequence[str] = [f"`{name}={value}`" for name, value in tasks.items() if value not in (None, "none")]
-    if asked.names_prompts and given:
+    if asked.dataset_names and given:
         raise ValueError(
             f"{' and '.join(given)}: the game has such tasks, and a dataset of prompts is given, too. Leave out one of "
             "them."
