@@ -200,7 +200,7 @@ def format_value(value: float | None, form: Form, sign: bool = False) -> str:
 
 # These columns hold words and are aligned to the left, the others to the right.
 WORDS = ("member", "made by", "parents")
-# What decides which member is best (`best_student_by`), and the members' field that has it. It is the rating otherwise.
+# The members' field by which the best one is chosen, by `best_student_by`. It is the rating otherwise.
 FIGURES = {"reward on eval_dataset": "eval_reward", "reward": "reward"}
 
 

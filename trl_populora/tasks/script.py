@@ -133,6 +133,5 @@ def refuse_both(asked: PromptArguments, tasks: dict[str, Any]) -> None:
     given: Sequence[str] = [f"`{name}={value}`" for name, value in tasks.items() if value not in (None, "none")]
     if asked.dataset_names and given:
         raise ValueError(
-            f"{' and '.join(given)}: the game has such tasks, and a dataset of prompts is given, too. Leave out one of "
-            "them."
+            f"{' and '.join(given)}: the game has such tasks, and a dataset of prompts is given, too. Leave one out."
         )
