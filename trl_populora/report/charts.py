@@ -258,7 +258,9 @@ def draw_ratings(role: str) -> Draw:
             _, spreads = run.series(f"population/{role}/mu_std")
             low, high = ([m + sign * s for m, s in zip(means, spreads, strict=True)] for sign in (-1, 1))
             axis.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0, label="± 1 std over members")
-        axis.plot(steps, means, color=color, linewidth=2.4, label=f"mean of the {role}s", zorder=3)
+        axis.plot(
+            steps, means, color=color, linewidth=2.4, label=f"mean of the {role if run.game else 'member'}s", zorder=3
+        )
         for index, name in enumerate(members):
             axis.plot(*run.series(f"member/{name}/mu"), **choose_line_style(index), linewidth=1, label=name)
 

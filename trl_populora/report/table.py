@@ -117,7 +117,7 @@ def compare_evaluations(run: Run) -> tuple[tuple[int, int], list[Change]]:
     # Each table has a mean, the best student and thinking. Only the first table is shown by kind, to keep the list
     # short.
     for table in run.tables if not run.game else ():
-        words = f"eval_dataset{f' ({name})' if (name := name_table(table)) else ''}"
+        words = f"evaluation{f' ({name})' if (name := name_table(table)) else ''}"
         for entry_of, name in ((_average_members, "mean"), (_pick_best, "the best member")):
             found.append(
                 Change(f"{words}: reward, {name}", "number", *(entry_of(each, table) for each in (first, last)))
