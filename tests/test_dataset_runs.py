@@ -128,8 +128,8 @@ class TestRun:
         entries = [*read_lines(run / METRICS), *read_lines(run / TIMES)]
         keys = {key for entry in entries for key in entry}
         # An evaluation has TRL's metrics of training under their names.
-        of_training = {key for key in keys if f"eval/{key}" in keys and f"eval/{key}" not in glossary.PROMPTS}
-        found = glossary.explained(keys - {f"eval/{key}" for key in of_training} - {"eval/loss"})
+        inherited = {f"eval/{key}" for key in keys if not key.startswith("member/")} - {"eval/reward"}
+        found = glossary.explained(keys - inherited)
         assert set(glossary.PROMPTS) <= found
         assert not any(re.search("teacher|propose|solve|verify", key) for entry in entries for key in entry)
 

@@ -66,6 +66,7 @@ def write_rollouts(
             "step": [step] * len(rows),
             **(_tell_game(rows) if by_function is None else {"member": [row.member for row in rows]}),
             "version": [population[row.member].version for row in rows],
+            **({"opponent": _name_opponents(rows)} if by_function is None else {}),
             **{f"rewards/{name}": list(values) for name, values in (by_function or {}).items()},
             "reward": list(rewards),
             "advantage": list(advantages),
@@ -85,12 +86,16 @@ def write_rollouts(
 def _tell_game(rows: Sequence[Any]) -> dict[str, Any]:
     """Returns the columns that only the game has."""
     columns = {name: [getattr(row, name) for row in rows] for name in (*Row.COLUMNS, "archived", "reject_detail")}
-    players = {(row.match, row.role): row.member for row in rows}
-    other = {"teacher": "student", "student": "teacher"}
     # With the type given, a step whose tasks all lack features has the same schema as other steps.
     columns["features"] = pa.array([list(row.features) for row in rows], pa.list_(pa.string()))
-    columns["opponent"] = [players.get((row.match, other[row.role]), "") for row in rows]
     return columns
+
+
+def _name_opponents(rows: Sequence[Any]) -> list[str]:
+    """Names the other member of each row's match; empty where no teacher plays."""
+    players = {(row.match, row.role): row.member for row in rows}
+    other = {"teacher": "student", "student": "teacher"}
+    return [players.get((row.match, other[row.role]), "") for row in rows]
 
 
 def _join_turns(prompt: str | Messages) -> str:
