@@ -230,7 +230,7 @@ class TestPushed:
         shown = re.findall(r'src="(plots/[^"]+)"', files["README.md"].decode())
         empty = ("held_out", "curriculum")  # the run has not evaluated, and a random base writes no task
         of_prompts = {plot.name for plot in PLOTS if "game" not in plot.sorts}
-        assert shown == [f"plots/{name}.png" for name in PICTURES if name not in empty | of_prompts]
+        assert shown == [f"plots/{name}.png" for name in PICTURES if name not in of_prompts.union(empty)]
         assert all(files[name].startswith(b"\x89PNG") for name in shown)
 
     def test_figures_carry_revision_and_command_and_reach_leaderboards(self, hub, finished, tmp_path):
