@@ -32,6 +32,7 @@ def rows(section: str) -> list[str]:
 
 SECTIONS = ("In every step", "In every evaluation", "With some settings", "Seconds")
 STEP, EVALUATION, SOME_SETTINGS, SECONDS = map(rows, SECTIONS)
+PROMPTS = rows("In a dataset run")
 REASONS = rows("Why a proposal is turned down")
 UNITS = {cells[0].strip("`"): cells[2] for section in SECTIONS for cells in table(PAGE, section)}
 
@@ -43,7 +44,7 @@ def explained(keys: Iterable[str]) -> set[str]:
     Raises:
         `AssertionError`: If the page says nothing of a key.
     """
-    patterns = {row: _pattern(row) for row in (*STEP, *EVALUATION, *SOME_SETTINGS, *SECONDS)}
+    patterns = {row: _pattern(row) for row in (*STEP, *EVALUATION, *SOME_SETTINGS, *SECONDS, *PROMPTS)}
     patterns = dict(sorted(patterns.items(), key=lambda item: item[1].count(OPEN)))
     found, unknown = set(), []
     for key in keys:

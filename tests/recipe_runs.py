@@ -19,7 +19,9 @@ from trl_populora.run.read import read_lines
 
 ROOT = Path(__file__).parent.parent
 RECIPES = ROOT / "recipes"
-CONFIGS = {str(path.relative_to(RECIPES)): path for path in sorted(RECIPES.rglob("*.yaml"))}
+ALL = {str(path.relative_to(RECIPES)): path for path in sorted(RECIPES.rglob("*.yaml"))}
+PROMPTS = {name: path for name, path in ALL.items() if "\ndataset_name:" in path.read_text()}  # dataset runs
+CONFIGS = {name: path for name, path in ALL.items() if name not in PROMPTS}  # games
 
 # What a smoke run changes: sizes, and what a CPU cannot do. Population, kinds, references, rank, losses, gradient
 # checkpointing and the rest are the recipe's.

@@ -17,7 +17,7 @@ from trl import GRPOConfig, TrlParser
 import trl_populora
 from tests.command_options import OPTIONS
 from tests.populora_run import make_trainer
-from tests.small_run import small_args
+from tests.small_run import QUIET, small_args
 from trl_populora import cli as program
 from trl_populora.config import MemberConfig, PopuLoRAConfig
 from trl_populora.sandbox import Sandbox
@@ -47,6 +47,14 @@ SIZES = {
     "evolve_every": 10,
     "save_strategy": "steps",
 }
+# The same of a page with a dataset of prompts, whose population has no teachers.
+PROMPT_SIZES = QUIET | {
+    "num_generations": 2,
+    "per_device_train_batch_size": 2,
+    "max_completion_length": 8,
+    "gradient_checkpointing": False,
+    "max_steps": 1,
+}
 REFERENCE, CODE = re.compile(r"\[`~?(?:\w+\.)*(\w+)`\]"), r"`\1`"  # a name in a docstring, and on a page
 OWN_FILE = re.compile(r"^# (?!my_)\w+\.py$", re.MULTILINE)  # the first line of a block
 
@@ -72,6 +80,9 @@ def play(base, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
 
     def run(page: str) -> dict:
+        if page == "guides/prompts.md":
+            of_prompts = lambda directory, **given: PopuLoRAConfig(directory, **(PROMPT_SIZES | given))  # noqa: E731
+            monkeypatch.setattr(trl_populora, "PopuLoRAConfig", of_prompts, raising=False)
         text = script(page).replace("Qwen/Qwen2.5-0.5B-Instruct", base).replace("max_steps=200", "max_steps=1")
         module_text, *others = re.split(OWN_FILE, text)
         exec(compile(module_text, page, "exec"), module.__dict__)

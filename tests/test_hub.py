@@ -29,6 +29,7 @@ from trl_populora.hub.push import make_stage, push_archive, push_run, push_space
 from trl_populora.lora.checks import check_is_base
 from trl_populora.lora.members import read_member
 from trl_populora.population.members import Population
+from trl_populora.report.plots import PLOTS
 from trl_populora.run.read import digest_weights, read_population
 
 
@@ -228,7 +229,8 @@ class TestPushed:
         files = hub.repos["me/pictures"]
         shown = re.findall(r'src="(plots/[^"]+)"', files["README.md"].decode())
         empty = ("held_out", "curriculum")  # the run has not evaluated, and a random base writes no task
-        assert shown == [f"plots/{name}.png" for name in PICTURES if name not in empty]
+        of_prompts = {plot.name for plot in PLOTS if "game" not in plot.sorts}
+        assert shown == [f"plots/{name}.png" for name in PICTURES if name not in of_prompts.union(empty)]
         assert all(files[name].startswith(b"\x89PNG") for name in shown)
 
     def test_figures_carry_revision_and_command_and_reach_leaderboards(self, hub, finished, tmp_path):

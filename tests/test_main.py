@@ -601,7 +601,7 @@ def test_quickstart_names_no_directory_where_the_user_does(tmp_path, monkeypatch
 def test_quickstart_takes_the_next_free_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     asked = []
-    monkeypatch.setattr(cli, "run_training", lambda recipe, args, model: asked.append(args.output_dir))
+    monkeypatch.setattr(cli, "run_training", lambda recipe, args, *_: asked.append(args.output_dir))
     for options in ([], ["--resume"], ["--output_dir", "runs/mine"]):
         cli.quickstart(options)
     for name in ("quickstart", "quickstart-2"):

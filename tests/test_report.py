@@ -38,9 +38,13 @@ from trl_populora.report.charts import (
 )
 from trl_populora.report.load import Run, load_history, load_run, load_samples
 from trl_populora.report.page import build_page, write_report
-from trl_populora.report.plots import PLOTS, plot_run
+from trl_populora.report.plots import PLOTS as ALL_PLOTS
+from trl_populora.report.plots import plot_run
 from trl_populora.report.table import compare_fifths
 from trl_populora.run.read import read_lines
+
+
+PLOTS = [plot for plot in ALL_PLOTS if "game" in plot.sorts]
 
 
 @pytest.fixture(scope="module")

@@ -116,10 +116,13 @@ def train(arguments: Sequence[str]) -> None:
     from trl import TrlParser
 
     from trl_populora.config import MemberConfig, PopuLoRAConfig
+    from trl_populora.tasks.script import PromptArguments
 
     # transformers announces its changes to those who call it. Users of this command cannot mend such calls.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
-    parser = TrlParser((TrainArguments, PopuLoRAConfig, MemberConfig), prog="populora train", usage=USAGE)
+    parser = TrlParser(
+        (TrainArguments, PopuLoRAConfig, MemberConfig, PromptArguments), prog="populora train", usage=USAGE
+    )
     if arguments[-1:] == ["--config"]:  # TRL's parser would pop the missing value from an empty list: an IndexError
         parser.error("argument --config: expected one argument")
     if not arguments:
@@ -131,34 +134,49 @@ def train(arguments: Sequence[str]) -> None:
 USAGE = "populora train --config FILE.yaml [--option value ...]"
 
 
-def build_trainer(recipe, args, model):
+def build_trainer(recipe, args, model, prompts=None):
     """
-    Builds the trainer that the options of a training command describe.
+    Builds the trainer that the options of a training command describe: of a dataset run, or of the game.
 
     Args:
         recipe: [`TrainArguments`].
         args: [`~trl_populora.config.PopuLoRAConfig`].
         model: [`~trl_populora.config.MemberConfig`].
+        prompts: [`~trl_populora.tasks.script.PromptArguments`].
     """
     from trl import get_quantization_config
 
     from trl_populora.assets import TINY
     from trl_populora.config import base_options, list_member_loras
     from trl_populora.tasks.dataset import read_held_out, read_tasks
+    from trl_populora.tasks.script import find_reward_functions, read_prompts, refuse_both
     from trl_populora.trainer import PopuLoRATrainer
 
+    rewards = None
+    if prompts is not None:
+        refuse_both(prompts, {"seed_tasks": recipe.seed_tasks, "eval_tasks": recipe.eval_tasks})
+        rewards = find_reward_functions(prompts) or None
+    if prompts is not None and prompts.dataset_names:
+        train_dataset, eval_dataset = read_prompts(prompts, args.eval_strategy != "no" or args.eval_on_start)
+    else:
+        train_dataset = read_tasks(recipe.seed_tasks)
+        eval_dataset = read_held_out(recipe.eval_tasks, args.task_kinds)
     args.model_init_kwargs = base_options(model, args.model_init_kwargs)
-    return PopuLoRATrainer(
+    trainer = PopuLoRATrainer(
         model=model.model_name_or_path or TINY,
+        reward_funcs=rewards,
         args=args,
-        train_dataset=read_tasks(recipe.seed_tasks),
-        eval_dataset=read_held_out(recipe.eval_tasks, args.task_kinds),
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
         quantization_config=get_quantization_config(model),
         peft_config=list_member_loras(model),
     )
+    if prompts is not None:
+        trainer.dataset_names = prompts.dataset_names
+    return trainer
 
 
-def run_training(recipe, args, model) -> None:
+def run_training(recipe, args, model, prompts=None) -> None:
     """Trains, saves, and shows the population: what `populora train` and `recipes/train_populora.py` do."""
     from trl_populora.report.page import write_report
     from trl_populora.report.plots import plot_run
@@ -169,7 +187,7 @@ def run_training(recipe, args, model) -> None:
     # `trainer.train` refuses a directory with another run, too, but only after a large model is loaded.
     if not checkpoint and (taken := find_earlier_run(args.output_dir)):
         raise ValueError(taken)
-    trainer = build_trainer(recipe, args, model)
+    trainer = build_trainer(recipe, args, model, prompts)
     # Holds the lock on the directory until all files are written; `train` alone would release it when it returns.
     with trainer.directory:
         trainer.train(resume_from_checkpoint=checkpoint)

@@ -361,6 +361,8 @@ class PopuLoRAConfig(GRPOConfig):
             if any(getattr(self, name) != value for name, value in PROMPT_OPTIONS.items()):
                 self.for_prompts()  # raises what is wrong with it
             self._no_game = error
+        # What was set since then counts as given, too.
+        self._settled = {each.name: getattr(self, each.name) for each in fields(self)}
 
     def _fits_prompts(self) -> bool:
         """Says whether these settings make a dataset run."""
@@ -475,8 +477,10 @@ class PopuLoRAConfig(GRPOConfig):
         Raises:
             `ValueError`: If these settings do not make one.
         """
+        later = {name: getattr(self, name) for name, value in self._settled.items() if getattr(self, name) != value}
+        given = self._given | later
         settled = object.__new__(type(self))
-        vars(settled).update(self._given, _given=self._given, _no_game=None, member_values={})
+        vars(settled).update(given, _given=given, _no_game=None, member_values={})
         settled._settle_for_prompts()
         return settled
 

@@ -44,10 +44,10 @@ from trl_populora.evaluate.held_out import HeldOut, list_given_tables, load_held
 from trl_populora.generate.checks import check_engine_arguments, check_vllm
 from trl_populora.lora.checks import check_is_base, is_quantised
 from trl_populora.options import check_bounds, check_numbers
-from trl_populora.population.members import Population
+from trl_populora.population.members import Member, Population
 from trl_populora.population.ratings import Matchmaker, no_student_idles
 from trl_populora.report.callbacks import TrackerTables, alert
-from trl_populora.run.callbacks import Alarms
+from trl_populora.run.callbacks import Alarms, PromptAlarms
 from trl_populora.run.records import Records
 from trl_populora.sandbox import Job, Sandbox, Status
 from trl_populora.sandbox.pool import SandboxSettings, start_sandbox
@@ -853,7 +853,7 @@ def make_game(
 
 
 def make_callbacks(
-    describe: Callable[[], dict[str, Any]], played: Callable[[], Played], plays: bool
+    describe: Callable[[], dict[str, Any]], played: Callable[[], Played], functions: Sequence[str] | None
 ) -> list[TrainerCallback]:
     """
     Makes the callbacks that record a run and report on it.
@@ -861,9 +861,10 @@ def make_callbacks(
     Args:
         describe: Returns the contents of `population.json`.
         played: Returns the last step.
-        plays: Whether it is a game. A dataset run has no proposals to warn of.
+        functions: Names of the reward functions of a dataset run; `None` in the game.
     """
-    return [Records(describe), *([Alarms(played, alert)] if plays else ()), TrackerTables(describe)]
+    alarms = Alarms(played, alert) if functions is None else PromptAlarms(functions, alert)
+    return [Records(describe), alarms, TrackerTables(describe)]
 
 
 # Checks that need the parts: given tasks are true, and prompts fit into the context.

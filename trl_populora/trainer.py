@@ -60,7 +60,7 @@ from trl_populora.run.saved_population import Shape, describe
 from trl_populora.step import microbatch
 from trl_populora.step.advantages import LOSS_NORMALISERS, Scorer, Scoring, average_by_role
 from trl_populora.step.by_row import PerRow, divide_scores
-from trl_populora.step.microbatch import LossMetrics
+from trl_populora.step.microbatch import LossMetrics, MemberMetrics
 from trl_populora.step.play import Game, play_step
 from trl_populora.step.player import Completion, Messages, Player
 from trl_populora.step.prompts import MemberScores, PromptRow, PromptScorer, measure_members
@@ -144,6 +144,9 @@ class PopuLoRATrainer(HubTrainer):
     log_completions: bool
     eos_token_ids: list[int]
 
+    # Names of the dataset that `train_dataset` comes from, for cards. `populora train` sets them.
+    dataset_names: Sequence[str] = ()
+
     # What one method leaves for another.
     evolution: EvolutionCallback | None = None
     game: Game | None = None  # of teachers and students; `None` in a dataset run
@@ -151,6 +154,7 @@ class PopuLoRATrainer(HubTrainer):
     scores: MemberScores | None = None  # of a dataset run
     halving: Halving | None = None  # with `halve_every`
     _fresh: dict[str, torch.Tensor]  # in a dataset run, the weights that members begin with
+    _table = ""  # name of the table of `eval_dataset` that is evaluated, where there are several
     _asked: list[dict[str, Any]]  # the rows of the dataset that TRL's loop has given last
     _closed = False
     _resumed: checkpoint.RankState | None = None  # loaded with a checkpoint, until its loss is added
@@ -291,7 +295,9 @@ class PopuLoRATrainer(HubTrainer):
         self._phases = PhaseClock(PHASES if plays else PROMPT_PHASES)
         main = args.process_index == 0
         self._clipper = lora_members.MemberClipper(self.population.adapters, args.max_grad_norm, warns=main)
-        self._loss_metrics = LossMetrics(by_row=args.importance_sampling_level == "sequence")
+        by_row = args.importance_sampling_level == "sequence"
+        self._loss_metrics = LossMetrics(by_row)
+        self._member_metrics = MemberMetrics(by_row, one_sided=args.loss_type == "cispo")
         if self.is_deepspeed_enabled:
             lora_members.keep_adapters_whole(self.accelerator.state.deepspeed_plugin, self.model)
 
@@ -339,7 +345,8 @@ class PopuLoRATrainer(HubTrainer):
             self.add_callback(self.halving)
         use_step_line(self.callback_handler)
         self.callback_handler.callbacks.insert(0, records.OnlyKnown())  # before the trackers of `report_to`
-        for callback in start.make_callbacks(self.describe, lambda: self.played, self.game is not None):
+        functions = self.reward_func_names if self.game is None else None
+        for callback in start.make_callbacks(self.describe, lambda: self.played, functions):
             self.add_callback(callback)
 
     @property
@@ -394,6 +401,7 @@ class PopuLoRATrainer(HubTrainer):
         self._metrics["train"].clear()
         self._phases.take()
         self._loss_metrics.take()
+        self._member_metrics.forget()
 
     def _open(self) -> None:
         if self._closed and self.game is not None:
@@ -414,7 +422,10 @@ class PopuLoRATrainer(HubTrainer):
         """Describes the population for people and other programs: the contents of `population.json`."""
         referee = None if self.game is None else self.game.referee
         step = self._members_step
-        return describe(self.population, referee, self.shape, self.args, step, self.held_out, self.scores)
+        found = describe(self.population, referee, self.shape, self.args, step, self.held_out, self.scores)
+        if self.game is None:
+            found |= {"reward_functions": self.reward_func_names, "datasets": self.dataset_names}
+        return found
 
     @property
     def _members_step(self) -> int:
@@ -492,6 +503,7 @@ class PopuLoRATrainer(HubTrainer):
                 for name, table in tables.items()
             }
         self._evaluated.clear()
+        self._table = prefix.removeprefix("eval").removeprefix("_")
         return super().evaluate(tables, ignore_keys, prefix)
 
     def _note_evaluated(self, inputs: list[dict[str, Any]], rewards: torch.Tensor) -> None:
@@ -502,7 +514,10 @@ class PopuLoRATrainer(HubTrainer):
             self._evaluated[name].append(reward)
 
     def _log_evaluated(self) -> None:
-        """Adds each member's mean reward to the metrics of the evaluation, the highest and the lowest beside them."""
+        """
+        Adds each member's mean reward to the metrics of the evaluation, the highest and the lowest beside them. Where
+        there are several tables, the table's name stands before each.
+        """
         means = {name: float(torch.tensor(each).nanmean()) for name, each in self._evaluated.items()}
         self._evaluated.clear()
         slots = self.population.slots.items()
@@ -510,12 +525,13 @@ class PopuLoRATrainer(HubTrainer):
             f"member/{slot}/reward": means.get(member.name, math.nan) if member else math.nan for slot, member in slots
         }
         known = [mean for mean in means.values() if not math.isnan(mean)]
+        figures |= {"reward_best": max(known, default=math.nan), "reward_worst": min(known, default=math.nan)}
         if known:
-            figures |= {"reward_best": max(known), "reward_worst": min(known)}
             self.scores.note_evaluation(
                 self._members_step, {self.population[name].identity: mean for name, mean in means.items()}
             )
-        self._metrics["eval"].update({name: [value] for name, value in figures.items()})
+        table = f"{self._table}_" if self._table else ""
+        self._metrics["eval"].update({f"{table}{name}": [value] for name, value in figures.items()})
 
     def _evaluate(self, trial, ignore_keys_for_eval, skip_scheduler=False):
         if skip_scheduler and self.state.global_step:  # `eval_on_start` of a resumed run: its start is long over
@@ -614,7 +630,7 @@ class PopuLoRATrainer(HubTrainer):
         self.scores.trained = {self.population[name].identity: mean for name, mean in means.items()}
         if self.args.member_prompts == "shared":
             rate_by_rewards(self.population, means)
-            figures |= self.population.metrics()
+            figures |= self.population.metrics(("student",))
         if self.halving is not None:
             self.halving.note(means)
         self._log_values(figures)
@@ -831,6 +847,9 @@ class PopuLoRATrainer(HubTrainer):
                 free = torch.tensor([beta == 0 for beta in betas], device=inputs["member"].device)
                 own = (inputs["pack"] < 0) | free[inputs["member"]]
                 inputs["ref_per_token_logps"][own] = found[0].detach()[own]
+            if self.game is None:
+                bounds = self.epsilon_low, self.epsilon_high
+                self._member_metrics.add(inputs, found, bounds, len(self.population.adapters))
             return found
 
         told: defaultdict[str, list[float]] = defaultdict(list)
@@ -869,6 +888,8 @@ class PopuLoRATrainer(HubTrainer):
                 self.router.clear()
         if self.accelerator.sync_gradients:
             self._log_values(self._phases.take() | self._loss_metrics.take())
+            if self.game is None:
+                self._log_values(self._member_metrics.take(self.population.names))
         return loss
 
     def create_optimizer(self, model=None):

@@ -19,7 +19,7 @@ from trl_populora.assets import TINY
 from trl_populora.files import write_whole
 from trl_populora.hub.eval_results import format_results, make_model_index, read_figures, write_results
 from trl_populora.report.plots import PLOTS
-from trl_populora.report.table import HEADER, WORDS, list_members
+from trl_populora.report.table import WORDS, list_members
 from trl_populora.run.read import read_lines, read_population
 from trl_populora.tasks.archive import make_schema
 from trl_populora.tasks.python.complexity import PROGRAM_MEASURES
@@ -37,23 +37,19 @@ CARD = """---
 
 # {name}
 
-A population of {teachers} teachers and {students} students, LoRA adapters of rank {rank} on one frozen base
-({base}), after {step} steps of [PopuLoRA](https://arxiv.org/abs/2605.16727) with
-trl-populora on [TRL](https://github.com/huggingface/trl). Teachers write tasks
-of the kinds {kinds}, students solve them, and programs decide which answers are right.
+{story}
 
-The adapter at the root of this repository is **{best}**, the student with the highest {best_by}.
+The adapter at the root of this repository is **{best}**, the {role} with the highest {best_by}.
 
 ## Members
 
 {ratings}
 
-`held out` is the solve rate on held-out tasks{held_out_base}; `rating` is TrueSkill's mu ± sigma from
-the matches of the run; `born` is the step.
+{columns}
 {evaluation}{plots}
 ## Load it
 
-The best student:
+The best {role}:
 
 ```python
 from peft import PeftModel
@@ -65,14 +61,14 @@ model = PeftModel.from_pretrained(base, "{repo}")
 
 Any member: `PeftModel.from_pretrained(base, "{repo}", subfolder="{member}")`.
 {quantization}
-Continue the population, also with other numbers of teachers and students:
+Continue the population, also with {others}:
 
 ```python
 from peft import LoraConfig
 from trl_populora import PopuLoRAConfig, PopuLoRATrainer
 
-args = PopuLoRAConfig("runs/more", teachers=4, students=4, warm_start="{repo}")
-PopuLoRATrainer("{base}", args=args, peft_config={lora}).train()
+args = PopuLoRAConfig("runs/more", {numbers}, warm_start="{repo}")
+PopuLoRATrainer("{base}"{given}, args=args, peft_config={lora}).train()
 ```
 
 All members in one vLLM server{folding}:
@@ -83,11 +79,7 @@ vllm serve {base_shell} --enable-lora --max-loras {members} --max-lora-rank {vll
     --lora-modules {modules}
 ```
 
-## Lineage
-
-{lineage}
-
-## Training
+{lineage}## Training
 
 ```json
 {settings}
@@ -105,6 +97,34 @@ vllm serve {base_shell} --enable-lora --max-loras {members} --max-lora-rank {vll
 ```
 """
 
+# What differs between the two sorts of run.
+GAME = {
+    "story": """\
+A population of {teachers} teachers and {students} students, LoRA adapters of rank {rank} on one frozen base
+({base}), after {step} steps of [PopuLoRA](https://arxiv.org/abs/2605.16727) with
+trl-populora on [TRL](https://github.com/huggingface/trl). Teachers write tasks
+of the kinds {kinds}, students solve them, and programs decide which answers are right.""",
+    "columns": """\
+`held out` is the solve rate on held-out tasks{held_out_base}; `rating` is TrueSkill's mu ± sigma from
+the matches of the run; `born` is the step.""",
+    "role": "student",
+    "others": "other numbers of teachers and students",
+    "numbers": "teachers=4, students=4",
+    "given": "",
+}
+PROMPTS = {
+    "story": """\
+{members} LoRA adapters of rank {rank} on one frozen base ({base}), trained side by side with
+[GRPO](https://arxiv.org/abs/2402.03300) for {step} optimizer steps by trl-populora on
+[TRL](https://github.com/huggingface/trl): {stream}{datasets}. Reward functions: {functions}.""",
+    "columns": "`reward` is the mean reward of the last generation in training{explained}.",
+    "role": "member",
+    "others": "another number of members",
+    "numbers": "students=4",
+    "given": ", reward_funcs=..., train_dataset=...",
+}
+STREAMS = {"shared": "all members on the same prompts", "own": "each member on prompts of its own"}
+
 # vLLM takes only these values as `--max-lora-rank`. An adapter of another rank runs under the next higher one.
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 FOLDING = (
@@ -114,6 +134,10 @@ FOLDING = (
 _LINEAGE_ROWS = 40
 # A card shows only these of the report's pictures. They are drawn at each upload.
 PICTURES = (
+    "member_rewards",
+    "evaluations",
+    "lengths",
+    "ratings_members",
     "held_out",
     "ratings_teachers",
     "ratings_students",
@@ -146,6 +170,9 @@ def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, d
     figures = read_figures(root, population, repo)
     write_results(root, figures, best, repo)
     # If the Hub's client finds fault with the scores, it warns instead of raising; they stay in the card.
+    # The Hub links a card to its datasets, too; a file or a directory has no page.
+    linked = [each for each in population.get("datasets", ()) if not os.path.exists(each)]
+    known = ({"datasets": linked} if linked else {}) | (details or {})
     metadata = ModelCardData(
         library_name="peft",
         tags=sorted({*TAGS, *([tags] if isinstance(tags, str) else tags or ())}),
@@ -154,23 +181,29 @@ def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, d
         model_name=name.split("/")[-1] if figures else None,
         eval_results=make_model_index(figures) or None,
         ignore_metadata_errors=True,
-        **{key: value for key, value in (details or {}).items() if key in ("license", "language", "datasets")},
+        **{key: value for key, value in known.items() if key in ("license", "language", "datasets")},
     )
+    plays, lineage = "reward_functions" not in population, read_lines(root / "lineage.jsonl")
+    parts = GAME if plays else PROMPTS
+    facts = {
+        "teachers": sum(member["role"] == "teacher" for member in members),
+        "students": sum(member["role"] == "student" for member in members),
+        "members": len(members),
+        "rank": population["lora"]["r"],
+        "base": base,
+        "step": population["step"],
+        **(_tell_game(population) if plays else _tell_prompts(population)),
+    }
     text = CARD.format(
         metadata=metadata.to_yaml(),
         name=name.split("/")[-1],
-        teachers=sum(member["role"] == "teacher" for member in members),
-        students=sum(member["role"] == "student" for member in members),
-        rank=population["lora"]["r"],
+        **{part: text.format(**facts) for part, text in parts.items()},
         base=base,
         **_write_base_code(base, population.get("settings", {}).get("base_revision", "main")),
-        step=population["step"],
-        kinds=", ".join(population["task_kinds"]),
         best=best,
         best_by=best_by,
         evaluation=format_results(figures, best, best_by),
-        ratings=_write_ratings(members),
-        held_out_base=_describe_held_out_base(population),
+        ratings=_write_ratings(population),
         plots=_embed_pictures(root),
         repo=repo,
         lora=_write_lora(population["lora"]),
@@ -180,11 +213,32 @@ def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, d
         folding=FOLDING if any(patterns) else "",
         vllm_rank=next((rank for rank in VLLM_RANKS if rank >= largest), VLLM_RANKS[-1]),
         modules=" ".join(f"{member['name']}=population/{member['adapter']}" for member in members),
-        lineage=_write_lineage(root / "lineage.jsonl"),
+        lineage=f"## Lineage\n\n{_write_lineage(lineage)}\n\n" if plays or lineage else "",
         settings=json.dumps(population.get("settings", {}), indent=2),
     )
     with write_whole(root / "README.md") as unfinished:
         unfinished.write_text(text)
+
+
+def _tell_game(population: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        "kinds": ", ".join(population["task_kinds"]),
+        "held_out_base": _describe_held_out_base(population),
+    }
+
+
+def _tell_prompts(population: Mapping[str, Any]) -> dict[str, str]:
+    prompts, explained = population.get("settings", {}).get("member_prompts", "shared"), ""
+    if any(member.get("eval_reward") is not None for member in population["members"]):
+        explained += ", `eval reward` on prompts that nobody trained on"
+    if prompts == "shared":
+        explained += ". `rating` is TrueSkill's mu ± sigma: in each step members are ranked by their mean reward"
+    return {
+        "stream": STREAMS[prompts],
+        "datasets": "".join(f", dataset `{name}`" for name in population.get("datasets", ())),
+        "functions": ", ".join(f"`{name}`" for name in population["reward_functions"]),
+        "explained": explained,
+    }
 
 
 def _describe_quantization(config: dict | None) -> str:
@@ -214,14 +268,15 @@ def _write_base_code(base: str, revision: str) -> dict[str, str]:
     }
 
 
-def _write_ratings(members: list[dict[str, Any]]) -> str:
+def _write_ratings(population: Mapping[str, Any]) -> str:
     """Writes the table of members, the best first in each role."""
-    rule = ("---" if column in WORDS else "---:" for column in HEADER)
-    rows = [row for rows in list_members(members).values() for row in rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (HEADER, tuple(rule), *rows))
+    found = list_members(population)
+    rule = ("---" if column in WORDS else "---:" for column in found.header)
+    rows = [row for rows in found.roles.values() for row in rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (found.header, tuple(rule), *rows))
 
 
-def _describe_held_out_base(population: dict[str, Any]) -> str:
+def _describe_held_out_base(population: Mapping[str, Any]) -> str:
     """Writes the base's solve rate on held-out tasks, and the step of the last evaluation if the run went on."""
     rate, step = population.get("held_out_base"), population.get("held_out_step")
     earlier = "" if step in (None, population["step"]) else f", measured after step {step}"
@@ -242,9 +297,8 @@ def _write_lora(lora: dict[str, Any]) -> str:
     return f"LoraConfig({', '.join(f'{name}={value!r}' for name, value in lora.items())})"
 
 
-def _write_lineage(path: Path) -> str:
+def _write_lineage(events: Sequence[Mapping[str, Any]]) -> str:
     """Writes the table of the last births."""
-    events = read_lines(path)
     if not events:
         return "Nobody has been replaced yet."
     rows = ["| step | child | parents | operator |", "|---:|---|---|---|"]

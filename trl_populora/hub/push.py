@@ -32,8 +32,8 @@ from trl_populora.files import write_json, write_whole
 from trl_populora.hub.card import PICTURES, format_archive_card, write_card
 from trl_populora.hub.download import is_connection_error
 from trl_populora.hub.eval_results import OURS
-from trl_populora.report.load import load_run, load_samples
-from trl_populora.report.page import build_page
+from trl_populora.report.load import load_run
+from trl_populora.report.page import build_page, load_shown
 from trl_populora.report.plots import draw_plots
 from trl_populora.run.checkpoint import Staging
 from trl_populora.run.read import POPULATION_FILE, read_population
@@ -349,7 +349,7 @@ def make_space(run: str | Path, directory: str | Path, repo: str, model: str | N
     records = load_run(run, name)
     # The page holds its pictures, so their files are not needed afterwards. It links to no rollouts: a Space has none.
     with TemporaryDirectory() as pictures:
-        text = build_page(records, draw_plots(records, Path(pictures)), load_samples(run), None)
+        text = build_page(records, draw_plots(records, Path(pictures)), load_shown(run, records), None)
     (root / "index.html").write_text(text, encoding="utf-8")
     card = SpaceCardData(
         title=name,
@@ -384,7 +384,8 @@ class HubTrainer(GRPOTrainer):
         root = Path(self.args.output_dir)
         # TRL calls this at every checkpoint. Before the first log there is no `population.json` to write a card from.
         if self.is_world_process_zero() and (root / POPULATION_FILE).exists():
-            write_card(root, self.hub_model_id or model_name or root.name, tags, details)
+            named = {} if dataset_name is None else {"datasets": dataset_name}
+            write_card(root, self.hub_model_id or model_name or root.name, tags, named | details)
 
     def init_hf_repo(self, token=None, **kwargs):
         with self.uploads.explain_hub_errors():

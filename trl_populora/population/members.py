@@ -7,7 +7,7 @@ the model, which `trl_populora.lora` reads and writes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import fmean, pstdev
 from typing import Any
@@ -148,7 +148,7 @@ class Population:
         return [member for member in self.members if member.role == role]
 
     def list_values(self, option: str, default: Any) -> list[Any]:
-        """Lists the value of an option for each slot. `default` is that of empty slots and of members without their own."""
+        """Lists the value of an option for each slot. Empty slots, and members without their own, have `default`."""
         held = {member.index: member.settings.get(option, default) for member in self.members}
         return [held.get(index, default) for index in range(len(self.adapters))]
 
@@ -308,10 +308,10 @@ class Population:
         else:
             self.members = members
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, roles: Sequence[str] = ROLES) -> dict[str, float]:
         """Returns ratings by role and by slot. A role without members gives NaN, and so does an empty slot."""
         values = {}
-        for role in ROLES:
+        for role in roles:
             mus = [member.mu for member in self.role(role)]
             values[f"population/{role}/mu_mean"] = fmean(mus) if mus else math.nan
             values[f"population/{role}/mu_std"] = pstdev(mus) if mus else math.nan

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import wraps
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +81,8 @@ def on_one_axis(paint: Callable[[Axes, Run], None]) -> Draw:
         paint(axis, run)
         mark_births(axis, run)
         finish(figure, axis)
+        if not run.game:
+            axis.set_xlabel("optimizer step")
 
     return draw
 
@@ -255,7 +258,9 @@ def draw_ratings(role: str) -> Draw:
             _, spreads = run.series(f"population/{role}/mu_std")
             low, high = ([m + sign * s for m, s in zip(means, spreads, strict=True)] for sign in (-1, 1))
             axis.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0, label="± 1 std over members")
-        axis.plot(steps, means, color=color, linewidth=2.4, label=f"mean of the {role}s", zorder=3)
+        axis.plot(
+            steps, means, color=color, linewidth=2.4, label=f"mean of the {role if run.game else 'member'}s", zorder=3
+        )
         for index, name in enumerate(members):
             axis.plot(*run.series(f"member/{name}/mu"), **choose_line_style(index), linewidth=1, label=name)
 
@@ -293,6 +298,46 @@ def draw_rewards(axis: Axes, run: Run) -> None:
         plot_smoothed(axis, run, f"rewards/{role}_reward/mean", color=color, linewidth=2, label=label)
     axis.axhline(0, color=GREY, linewidth=0.8, zorder=0)
     axis.set(title=describe_window(run), ylabel="reward (points)")
+
+
+# Charts over the steps of a dataset run.
+
+
+def draw_by_member(figure: str, unit: str) -> Draw:
+    """Makes the function that draws a figure of each member, such as its mean reward."""
+
+    @on_one_axis
+    def draw(axis: Axes, run: Run) -> None:
+        members = run.members("student")
+        for index, name in enumerate(members):
+            plot_smoothed(axis, run, f"member/{name}/{figure}", **choose_line_style(index), linewidth=1.6, label=name)
+        axis.set(title=describe_window(run), ylabel=unit)
+
+    return draw
+
+
+@on_one_axis
+def draw_functions(axis: Axes, run: Run) -> None:
+    """Draws the mean of each reward function over all members."""
+    for index, name in enumerate(run.functions):
+        plot_smoothed(axis, run, f"rewards/{name}/mean", **choose_line_style(index), linewidth=1.6, label=name)
+    axis.set(title=describe_window(run), ylabel="reward (points)")
+
+
+@on_one_axis
+def draw_evaluations(axis: Axes, run: Run) -> None:
+    """Draws the mean reward on `eval_dataset`: of each member (with one table), or each table's mean and best."""
+    members, tables = run.members("student"), run.tables
+    for index, name in enumerate(members if len(tables) == 1 else ()):
+        points = run.series(f"{tables[0]}member/{name}/reward")
+        axis.plot(*points, **choose_line_style(index), linewidth=1.6, marker=".", label=name)
+    for index, table in enumerate(tables if len(tables) > 1 else ()):
+        style = choose_line_style(index) | {"marker": "."}
+        axis.plot(*run.series(f"{table}reward_best"), **style, label=f"{name_table(table)}, best member")
+        axis.plot(
+            *run.series(f"{table}reward_worst"), **style | {"linestyle": ":"}, label=f"{name_table(table)}, worst"
+        )
+    axis.set(ylabel="reward on eval_dataset (points)")
 
 
 @on_one_axis
@@ -418,11 +463,12 @@ def draw_lineage(figure: Figure, run: Run) -> None:
     """Draws a bar per slot, whose shade changes with each life, and arrows from parents to children."""
     axis = figure.subplots()
     names = run.members("teacher") + run.members("student")
+    roles = [role for role in COLORS if run.members(role)]
     height = {name: -index for index, name in enumerate(names)}
     end = max(entry["step"] for entry in run.history)
     places, lives = _place_lives(run, names, end)
     for name in names:
-        color = COLORS[name.rpartition("_")[0]]
+        color = COLORS["teacher" if name in run.members("teacher") else "student"]
         for number, life in enumerate(lives[name]):
             # Neighbouring lives differ in shade.
             axis.plot(life, [height[name]] * 2, color=color, linewidth=5, alpha=0.9 if number % 2 else 0.45)
@@ -444,10 +490,12 @@ def draw_lineage(figure: Figure, run: Run) -> None:
     axis.set_ylim(-len(names) + 0.4, 0.6)
     axis.grid(False)
     name_steps(axis)
+    if not run.game:
+        axis.set_xlabel("optimizer step")
     axis.set_xlim(0, max(end, 1) * 1.02)
     # Lines without points give the legend its entries: every drawn line would be an entry of its own.
-    handles = [axis.plot([], [], color=color, linewidth=5, alpha=0.45)[0] for color in COLORS.values()]
-    labels = ["teacher's life", "student's life"]
+    handles = [axis.plot([], [], color=COLORS[role], linewidth=5, alpha=0.45)[0] for role in roles]
+    labels = [f"{role}'s life" for role in roles] if run.game else ["a member's life"]
     if run.lineage:
         handles += [axis.plot([], [], color="black", linewidth=0.9, linestyle=style)[0] for style in ("-", "--")]
         labels += ["child of one parent", "child of two"]
@@ -487,6 +535,7 @@ def _place_lives(run: Run, names: Sequence[str], end: int) -> tuple[list[list[st
 
 PHASE_COLORS = {"match": "#444444", "propose": "#D55E00", "verify": "#009E73", "solve": "#0072B2", "update": "#E69F00"}
 PHASE_COLORS |= {"evolve": "#CC79A7"}
+PROMPT_PHASE_COLORS = {"generate": "#0072B2", "reward": "#009E73", "update": "#E69F00", "evolve": "#CC79A7"}
 
 
 def format_seconds(value: float) -> str:
@@ -500,11 +549,14 @@ def format_seconds(value: float) -> str:
 def draw_times(axis: Axes, run: Run) -> None:
     """Draws the seconds of each step as bars, a colour per phase and one for evolution."""
     steps = [entry["step"] for entry in run.history]
-    values = [[entry.get(f"time/{phase}") or 0.0 for entry in run.history] for phase in PHASE_COLORS]
+    colors = PHASE_COLORS if run.game else PROMPT_PHASE_COLORS
+    values = [[entry.get(f"time/{phase}") or 0.0 for entry in run.history] for phase in colors]
     means = [sum(series) / len(series) for series in values]
-    labels = [f"{phase} ({format_seconds(mean)} s)" for phase, mean in zip(PHASE_COLORS, means, strict=True)]
+    labels = [f"{phase} ({format_seconds(mean)} s)" for phase, mean in zip(colors, means, strict=True)]
+    # A bar covers the steps since the log before it (`logging_steps`).
+    width = min((later - step for step, later in pairwise(steps)), default=1)
     bottom = [0.0] * len(steps)
-    for series, label, color in zip(values, labels, PHASE_COLORS.values(), strict=True):
-        axis.bar(steps, series, width=1, bottom=bottom, color=color, label=label, linewidth=0)
+    for series, label, color in zip(values, labels, colors.values(), strict=True):
+        axis.bar(steps, series, width=width, bottom=bottom, color=color, label=label, linewidth=0)
         bottom = [b + s for b, s in zip(bottom, series, strict=True)]
     axis.set(ylabel="time per step (seconds)")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trl_populora.run.read import (
+    ANSWERED,
     EVALUATION,
     LINEAGE,
     METRICS,
@@ -55,6 +56,27 @@ class Run:
         return {key: value for entry in self.history for key, value in entry.items() if value is not None}
 
     @property
+    def game(self) -> bool:
+        """Whether it is a game, and no dataset run."""
+        return not any(ANSWERED in entry for entry in self.history)
+
+    @property
+    def rated(self) -> bool:
+        """Whether the members of a dataset run have ratings, and there are several to compare."""
+        return len(self.members("student")) > 1 and any(key.endswith("/mu") for key in self.latest)
+
+    @property
+    def functions(self) -> list[str]:
+        """Names of the reward functions."""
+        keys = {key for entry in self.history for key in entry}
+        return sorted(key[8:-5] for key in keys if key.startswith("rewards/") and key.endswith("/mean"))
+
+    @property
+    def several_functions(self) -> bool:
+        """Whether there are several reward functions."""
+        return len(self.functions) > 1
+
+    @property
     def kinds(self) -> list[str]:
         """Names of the kinds of task."""
         # They stand in the keys `propose/<kind>/valid_rate`. Other keys of `propose/` have one slash.
@@ -71,10 +93,12 @@ class Run:
         return [name for name in PROGRAM_MEASURES if name in found] + sorted(rest)
 
     def members(self, role: str) -> list[str]:
-        """Lists the names of a role's members, by number."""
+        """Lists the names of a role's members, by number. All members of a dataset run are students."""
+        if not self.game:
+            keys = [key for entry in self.history for key in entry if key.count("/") == 2 and key.endswith("/reward")]
+            return sorted({key.split("/")[1] for key in keys}, key=_order_name) if role == "student" else []
         names = {key.split("/")[1] for key in self.latest if key.startswith(f"member/{role}_")}
-        # By number and not by text, where `student_10` would come before `student_2`.
-        return sorted(names, key=lambda name: int(name.rpartition("_")[2]))
+        return sorted(names, key=_order_name)
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
         """Returns the steps at which a metric has a value, and the values. Keys with `eval/` come from evaluations."""
@@ -110,9 +134,14 @@ class Run:
 
     @property
     def tables(self) -> list[str]:
-        """Held-out tables by the start of their keys: `["eval/"]`; with names `["eval/easy_", "eval/hard_"]`."""
-        keys = {key for entry in self.evaluations for key in entry}
-        return sorted(key.removesuffix("solve_rate_mean") for key in keys if key.endswith("solve_rate_mean"))
+        """
+        Tables of `eval_dataset` by the start of their keys: `["eval/"]`; with names `["eval/easy_", "eval/hard_"]`.
+        """
+        keys, end = (
+            {key for entry in self.evaluations for key in entry},
+            "solve_rate_mean" if self.game else "reward_best",
+        )
+        return sorted(key.removesuffix(end) for key in keys if key.endswith(end))
 
     @property
     def held_out_kinds(self) -> list[str]:
@@ -151,6 +180,12 @@ class Run:
     def births(self) -> list[int]:
         """Steps at which a member was replaced."""
         return sorted({event["step"] for event in self.lineage})
+
+
+def _order_name(name: str) -> tuple[str, int]:
+    """Orders names by the number at their end: as text `student_10` would come before `student_2`."""
+    stem, _, number = name.rpartition("_")
+    return (stem, int(number)) if number.isdigit() else (name, 0)
 
 
 def name_table(table: str) -> str:
@@ -205,6 +240,7 @@ def _read_checked(path: Path) -> list[dict[str, Any]]:
 
 # Pictures need these columns of all rollouts, the samples on the page need more columns of a few rollouts.
 ROW_COLUMNS = ["step", "role", "member", "match", "kind", "valid", "correct", "archived", "solve_rate", "features"]
+ANSWER_COLUMNS = ["step", "member", "reward", "prompt", "completion"]
 SAMPLE_COLUMNS = [
     *ROW_COLUMNS,
     "task_id",
@@ -268,6 +304,27 @@ def _read_rollouts(root: Path, columns: Sequence[str], last: int = 0) -> list[di
 
 
 Sample = tuple[dict[str, Any], list[dict[str, Any]]]  # a proposal and the attempts at it
+
+
+Answers = list[dict[str, Any]]  # to one prompt of a dataset, the best first
+
+
+def load_answers(run: str | Path, number: int = 8) -> list[Answers]:
+    """
+    Chooses prompts of a dataset run's last file of rollouts to show, each with what the members answered.
+
+    Prompts whose answers differ most in reward come first.
+    """
+    by_prompt: dict[str, Answers] = {}
+    for row in _read_rollouts(Path(run), ANSWER_COLUMNS, last=1):
+        by_prompt.setdefault(row["prompt"], []).append(row)
+    found = [sorted(rows, key=_rank_answer) for rows in by_prompt.values()]
+    return sorted(found, key=lambda rows: _rank_answer(rows[0]) - _rank_answer(rows[-1]))[:number]
+
+
+def _rank_answer(row: Mapping[str, Any]) -> float:
+    reward = row["reward"]
+    return -reward if reward == reward else 0.0  # NaN: no function judged it
 
 
 def name_reject(proposal: Mapping[str, Any]) -> str:

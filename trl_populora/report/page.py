@@ -15,10 +15,9 @@ from typing import Any
 from urllib.parse import quote
 
 from trl_populora.files import write_whole
-from trl_populora.report.load import Run, Sample, load_run, load_samples, name_reject
+from trl_populora.report.load import Answers, Run, Sample, load_answers, load_run, load_samples, name_reject
 from trl_populora.report.plots import Plot, draw_plots
 from trl_populora.report.table import (
-    HEADER,
     Change,
     compare_evaluations,
     compare_fifths,
@@ -31,6 +30,7 @@ from trl_populora.report.table import (
 
 # Most characters of a prompt or completion on the page, and most rows of the table of births before it is folded.
 _SHOWN, _ROWS = 1500, 16
+_NO_ROLLOUTS = '<p class="note">This run kept no rollouts (<code>save_rollouts</code>).</p>'
 
 _STYLE = """
 :root { color-scheme: light; --line: #d8d8d8; --soft: #f5f5f3; --quiet: #555; --teacher: #B34700; --student: #0072B2; }
@@ -87,7 +87,8 @@ def write_report(run: str | Path, directory: str | Path | None = None, name: str
     Raises:
         `ValueError`: If the run has not logged a step yet, or a file is broken.
     """
-    records, samples = load_run(run, name), load_samples(run)
+    records = load_run(run, name)
+    samples = load_shown(run, records)
     target = Path(run if directory is None else directory)
     drawn = draw_plots(records, target / "plots")
     way = os.path.relpath(run, target)
@@ -96,14 +97,19 @@ def write_report(run: str | Path, directory: str | Path | None = None, name: str
     return target / "report.html"
 
 
-def build_page(run: Run, plots: Sequence[tuple[Plot, Path]], samples: Sequence[Sample], way: str | None = ".") -> str:
+def load_shown(run: str | Path, records: Run) -> list[Sample] | list[Answers]:
+    """Loads what the page of a run shows of its rollouts: tasks with attempts, or prompts with answers."""
+    return load_samples(run) if records.game else load_answers(run)
+
+
+def build_page(run: Run, plots: Sequence[tuple[Plot, Path]], samples: Sequence[Any], way: str | None = ".") -> str:
     """
     Builds the page as HTML text.
 
     Args:
         run: Records of the run.
         plots: Pictures and their files. The page holds the pictures themselves.
-        samples: Proposals with the attempts at them.
+        samples: As [`load_shown`] loads them.
         way: Relative path from the page to the run's directory, for links to rollouts; `None` for a page without
             links.
     """
@@ -124,19 +130,40 @@ def build_page(run: Run, plots: Sequence[tuple[Plot, Path]], samples: Sequence[S
 <h2>Members</h2>
 {_write_members(run)}
 <h2>The run in pictures</h2>
-<p class="note">Dotted vertical lines mark evolution events. Steps are counted as optimizer steps.</p>
+<p class="note">{"Dotted vertical lines mark evolution events. " if run.game or run.lineage else ""}Steps are \
+counted as optimizer steps.</p>
 <div class="columns">
 {figures}
 </div>
-<h2>Births</h2>
-{_write_births(run)}
-<h2>Sample tasks with attempts</h2>
-{_write_samples(samples, way)}
+{_write_end(run, samples, way)}
 <h2>Settings</h2>
 {_write_settings(run)}
 </body>
 </html>
 """
+
+
+def _write_end(run: Run, samples: Sequence[Any], way: str | None) -> str:
+    """Writes the sections with births and with samples. A dataset run without evolution has no births."""
+    births = f"<h2>Births</h2>\n{_write_births(run)}\n"
+    if run.game:
+        return f"{births}<h2>Sample tasks with attempts</h2>\n{_write_samples(samples, way)}"
+    evolves = run.lineage or run.population.get("settings", {}).get("evolve_every")
+    shown = "\n".join(map(_write_answers, samples)) or _NO_ROLLOUTS
+    return f"{births if evolves else ''}<h2>Sample prompts with answers</h2>\n{shown}"
+
+
+def _write_answers(answers: Answers) -> str:
+    """Writes a prompt with what each member answered to it."""
+    prompt = answers[0]["prompt"]
+    parts = [_write_text(prompt)]
+    for row in answers:
+        reward = f"{row['reward']:+.2f}" if row["reward"] == row["reward"] else "none"
+        tag = f'<span class="tag">{escape(row["member"])}, reward {reward}, row {row["row"]}</span>'
+        parts.append(f"<p>{tag}</p>{_write_text(row['completion'])}")
+    first = answers[0]
+    title = f"step {first['step']} · {' '.join(prompt.split())[:80]}"
+    return _fold(f"{Path(first['file']).stem}-{first['row']}", title, "".join(parts))
 
 
 def _write_facts(run: Run) -> str:
@@ -150,11 +177,7 @@ def _write_facts(run: Run) -> str:
     facts = {
         "steps": done + state,
         "base model": population.get("base_model", "-"),
-        "task kinds": ", ".join(population.get("task_kinds", [])) or "-",
-        "teachers": len(run.members("teacher")),
-        "students": len(run.members("student")),
-        "births": sum(event["child"] is not None for event in run.lineage),
-        "tasks in the archive": _format_number(last.get("archive/size"), ".0f"),
+        **(_list_game_facts(run) if run.game else _list_prompt_facts(run)),
         "tokens": _format_number(last.get("num_tokens"), ",.0f"),
         "seed": settings.get("seed", "-"),
         "duration": format_duration(steps) + (f", evaluations {format_duration(evaluations)}" if evaluations else ""),
@@ -164,6 +187,27 @@ def _write_facts(run: Run) -> str:
         facts["single agent"] = "one adapter plays both roles"
     items = "".join(f"<li>{escape(name)}: <b>{escape(str(value))}</b></li>" for name, value in facts.items())
     return f'<ul class="facts">{items}</ul>'
+
+
+def _list_game_facts(run: Run) -> dict[str, Any]:
+    return {
+        "task kinds": ", ".join(run.population.get("task_kinds", [])) or "-",
+        "teachers": len(run.members("teacher")),
+        "students": len(run.members("student")),
+        "births": sum(event["child"] is not None for event in run.lineage),
+        "tasks in the archive": _format_number(run.latest.get("archive/size"), ".0f"),
+    }
+
+
+def _list_prompt_facts(run: Run) -> dict[str, Any]:
+    prompts = run.population.get("settings", {}).get("member_prompts")
+    told = {"shared": "the same for all members", "own": "each member has its own"}
+    facts = {"members": len(run.members("student")), "prompts": told.get(str(prompts), "-")}
+    return (
+        facts
+        | {"reward functions": ", ".join(run.functions) or "-"}
+        | ({"births": sum(event["child"] is not None for event in run.lineage)} if run.lineage else {})
+    )
 
 
 def _write_changes(run: Run) -> str:
@@ -177,7 +221,7 @@ def _write_changes(run: Run) -> str:
     played, ((start, end), measured) = compare_fifths(run), compare_evaluations(run)
     clear = [change for change in played if change.clear]
     told = [change.told for change in (*measured[:1], *clear) if change.difference]
-    what = "Everything else" if clear else "Everything that the game measures"
+    what = "Everything else" if clear else f"Everything that the {'game' if run.game else 'run'} measures"
     rest = f"{what} changed no more than steps differ by chance."
     # Each fifth needs two steps for the test.
     if all(change.clear is None for change in played):
@@ -185,7 +229,8 @@ def _write_changes(run: Run) -> str:
     items = "".join(f"<li>{escape(text[:1].upper() + text[1:])}.</li>" for text in told)
     parts = [_write_change_table(("", _name_span(early, run), _name_span(late, run), "change"), played)]
     if measured:
-        parts.insert(0, _write_change_table(("", f"step {start}", f"step {end}", "change", "base"), measured))
+        header = ("", f"step {start}", f"step {end}", "change", *(("base",) if run.game else ()))
+        parts.insert(0, _write_change_table(header, measured))
     note = "First and last fifth of the logged steps. Bold: a clear change, by Welch's test at 1 %."
     tables = "".join(f"<div>{table}</div>" for table in parts)
     return f'<ul>{items}<li>{rest}</li></ul><div class="columns">{tables}</div><p class="note">{note}</p>'
@@ -215,21 +260,23 @@ def _write_members(run: Run) -> str:
     # Names and newest ratings come from the metrics, because `population.json` may not be written yet.
     # Metrics go by slots. A slot may have another name than its member, or be empty.
     known = {member.get("slot", member["name"]): member for member in run.population.get("members", [])}
+    figures = ("mu", "sigma") if run.game else ("mu", "sigma", "reward")
     members = [
         {"name": slot}
         | known.get(slot, {})
         | {"role": role}
-        | {key: run.latest.get(f"member/{slot}/{key}") for key in ("mu", "sigma")}
+        | {key: run.latest.get(f"member/{slot}/{key}") for key in figures}
         for role in ("teacher", "student")
         for slot in run.members(role)
         if slot in known or not known
     ]
+    found = list_members(run.population, members)
     body = [
         ([f'<span class="{role}">{escape(name)}</span>', *map(escape, cells)], "")
-        for role, rows in list_members(members).items()
+        for role, rows in found.roles.items()
         for name, *cells in rows
     ]
-    return _write_table(HEADER, body, "cards")
+    return _write_table(found.header, body, "cards")
 
 
 def _write_births(run: Run) -> str:
@@ -300,7 +347,7 @@ def _write_figure(plot: Plot, path: Path) -> str:
 
 def _write_samples(samples: Sequence[Sample], way: str | None) -> str:
     if not samples:
-        return '<p class="note">This run kept no rollouts (<code>save_rollouts</code>).</p>'
+        return _NO_ROLLOUTS
     whole = "<code>pandas.read_parquet(file).iloc[row]</code>"
     note = f'<p class="note">Long texts are cut. Each sample names its file and rows: {whole} has everything.</p>'
     return note + "\n".join(_write_sample(proposal, attempts, way) for proposal, attempts in samples)

@@ -16,8 +16,11 @@ from trl_populora.report.charts import (
     COLORS,
     WIDTH,
     Draw,
+    draw_by_member,
     draw_coverage,
     draw_curriculum,
+    draw_evaluations,
+    draw_functions,
     draw_held_out,
     draw_held_out_kinds,
     draw_kinds,
@@ -132,6 +135,7 @@ class Plot:
         height: Inches.
         needs: Attribute of [`~trl_populora.report.load.Run`] that the picture shows. If it is empty or false, the
             picture is not drawn. With `""` the picture is always drawn.
+        sorts: The sorts of run that it belongs to: `"game"`, `"prompts"`.
     """
 
     name: str
@@ -140,12 +144,16 @@ class Plot:
     draw: Draw
     height: float = 3.7
     needs: str = ""
+    sorts: tuple[str, ...] = ("game",)
 
     def can_be_drawn(self, run: Run) -> bool:
         """Says whether the run has left the records that this picture shows."""
-        return not self.needs or bool(getattr(run, self.needs))
+        fits = ("game" if run.game else "prompts") in self.sorts
+        return fits and (not self.needs or bool(getattr(run, self.needs)))
 
 
+BOTH = ("game", "prompts")
+PROMPTS = ("prompts",)
 PLOTS = (
     Plot(
         "held_out",
@@ -249,6 +257,56 @@ PLOTS = (
         needs="pairs",
     ),
     Plot(
+        "member_rewards",
+        "Rewards by member",
+        "Mean reward of each member's completions in a step.",
+        draw_by_member("reward", "reward (points)"),
+        4.1,
+        sorts=PROMPTS,
+    ),
+    Plot(
+        "evaluations",
+        "Rewards on eval_dataset",
+        "Mean reward of each member on prompts that nobody trains on.",
+        draw_evaluations,
+        4.1,
+        needs="evaluations",
+        sorts=PROMPTS,
+    ),
+    Plot(
+        "functions",
+        "Rewards by function",
+        "Mean of each reward function over all members, without weights.",
+        draw_functions,
+        needs="several_functions",
+        sorts=PROMPTS,
+    ),
+    Plot(
+        "lengths",
+        "Lengths",
+        "Mean tokens of each member's completions in a step.",
+        draw_by_member("length", "tokens of a completion"),
+        4.1,
+        sorts=PROMPTS,
+    ),
+    Plot(
+        "entropies",
+        "Entropy",
+        "Mean entropy of each member over the tokens that it trains on. Near 0 nobody explores any more.",
+        draw_by_member("entropy", "entropy (nats per token)"),
+        4.1,
+        sorts=PROMPTS,
+    ),
+    Plot(
+        "ratings_members",
+        "TrueSkill ratings",
+        "In each step all members answer the same prompts, and are ranked by their mean reward.",
+        draw_ratings("student"),
+        3.9,
+        needs="rated",
+        sorts=PROMPTS,
+    ),
+    Plot(
         "lineage",
         "Lineage",
         "One bar per name of a member. The shade changes when a child takes the name over; an arrow comes from each "
@@ -256,8 +314,16 @@ PLOTS = (
         draw_lineage,
         4.2,
         needs="lineage",
+        sorts=BOTH,
     ),
-    Plot("times", "Time per phase", "Seconds per step, in brackets the mean over the run.", draw_times, 3.9),
+    Plot(
+        "times",
+        "Time per phase",
+        "Seconds per step, in brackets the mean over the run.",
+        draw_times,
+        3.9,
+        sorts=BOTH,
+    ),
 )
 
 # `run.png` shows two pictures side by side in each row, and leaves these out.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -17,7 +17,7 @@ from typing import Any, Literal
 from trl_populora.errors import make_printable
 from trl_populora.population.members import ROLES
 from trl_populora.report.load import Run, name_table
-from trl_populora.run.read import POPULATION_FILE, read_population
+from trl_populora.run.read import POPULATION_FILE, list_rewards, read_population
 
 
 # A change counts as clear if Welch's test of a run's first fifth against its last gives a p-value below this.
@@ -25,7 +25,8 @@ CHANCE = 0.01
 
 Form = Literal["share", "number", "count", "seconds"]
 
-# Metrics that are shares in [0, 1], and what the table calls them.
+# Metrics that are shares in [0, 1], and what the table of a game calls them.
+FLAT = "frac_reward_zero_std"
 SHARES: tuple[tuple[str, str], ...] = (
     ("solve/rate", "fresh tasks: attempts right"),
     ("solve/archive_rate", "archived tasks: attempts right"),
@@ -35,7 +36,7 @@ SHARES: tuple[tuple[str, str], ...] = (
     ("propose/novel_rate", "programs of a new form"),
     ("solve/frac_none", "tasks that nobody solved"),
     ("solve/frac_all", "tasks that every attempt solved"),
-    ("frac_reward_zero_std", "tasks at which all attempts were worth the same"),
+    (FLAT, "tasks at which all attempts were worth the same"),
 )
 
 
@@ -87,9 +88,10 @@ def compare_fifths(run: Run) -> list[Change]:
     first, last = take_fifths(run)
     if not first:
         return []
-    functions = sorted({key for entry in run.history for key in entry if key.startswith("rewards/")})
-    rewards = [key for key in functions if key.endswith("/mean")]
+    rewards = [f"rewards/{name}/mean" for name in run.functions] if run.game or run.several_functions else []
     rows: list[tuple[str, str, Form]] = [(key, name, "share") for key, name in SHARES]
+    if not run.game:
+        rows = [("reward", "reward", "number"), (FLAT, "prompts at which all rewards of a member were equal", "share")]
     # Rates by kind follow the rate over all kinds.
     if len(run.kinds) > 1:
         rows[1:1] = [(f"solve/{kind}/rate", f"{kind}: attempts right", "share") for kind in run.kinds]
@@ -107,14 +109,20 @@ def compare_fifths(run: Run) -> list[Change]:
 
 
 def compare_evaluations(run: Run) -> tuple[tuple[int, int], list[Change]]:
-    """Compares the students on held-out tasks in the first evaluation and the last. Returns the two steps as well."""
+    """Compares the members on `eval_dataset` in the first evaluation and the last. Returns the two steps as well."""
     if len(run.evaluations) < 2:
         return (0, 0), []
     first, last = run.evaluations[0], run.evaluations[-1]
     found = []
     # Each table has a mean, the best student and thinking. Only the first table is shown by kind, to keep the list
     # short.
-    for table in run.tables:
+    for table in run.tables if not run.game else ():
+        words = f"evaluation{f' ({name})' if (name := name_table(table)) else ''}"
+        for entry_of, name in ((_average_members, "mean"), (_pick_best, "the best member")):
+            found.append(
+                Change(f"{words}: reward, {name}", "number", *(entry_of(each, table) for each in (first, last)))
+            )
+    for table in run.tables if run.game else ():
         words = f"held-out tasks{f' ({name})' if (name := name_table(table)) else ''}"
         rows = [("solve_rate_mean", "base/solve_rate", f"{words}: attempts right")]
         rows += [("solve_rate_best", "base/solve_rate", f"{words}: the best student")]
@@ -127,6 +135,16 @@ def compare_evaluations(run: Run) -> tuple[tuple[int, int], list[Change]]:
             before, after = (entry.get(table + key) for entry in (first, last))
             found.append(Change(name, "share", before, after, base=_find_latest(run, table + base)))
     return (first["step"], last["step"]), found
+
+
+def _average_members(entry: Mapping[str, Any], table: str) -> float | None:
+    """Averages the members' rewards on a table; `None` without any."""
+    rewards = list_rewards(entry, table)
+    return fmean(rewards.values()) if rewards else None
+
+
+def _pick_best(entry: Mapping[str, Any], table: str) -> float | None:
+    return entry.get(f"{table}reward_best")
 
 
 def _find_latest(run: Run, key: str) -> float | None:
@@ -180,39 +198,79 @@ def format_value(value: float | None, form: Form, sign: bool = False) -> str:
 # The table of members.
 
 
-HEADER = ("member", "rating", "held out", "matches", "born", "made by", "parents")
-WORDS = (
-    "member",
-    "made by",
-    "parents",
-)  # these columns hold words and are aligned to the left, the others to the right
+# These columns hold words and are aligned to the left, the others to the right.
+WORDS = ("member", "made by", "parents")
+# The members' field by which the best one is chosen, by `best_student_by`. It is the rating otherwise.
+FIGURES = {"reward on eval_dataset": "eval_reward", "reward": "reward"}
 
 
-def list_members(members: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[str, ...]]]:
+@dataclass(frozen=True)
+class Members:
     """
-    Makes the cells of each member under `HEADER`.
+    The table of the members of a run.
 
     Args:
-        members: Members as in `population.json`. `name`, `role`, `mu` and `sigma` are enough.
-
-    Returns:
-        Rows by role, the member with the highest rating first.
+        header: Names of the columns.
+        roles: Cells of each member by role, the best member first.
     """
-    best_first = sorted(members, key=lambda member: (-(member["mu"] or 0.0), member["name"]))
-    return {role: [_format_member(each) for each in best_first if each["role"] == role] for role in ROLES}
+
+    header: tuple[str, ...]
+    roles: dict[str, list[tuple[str, ...]]]
 
 
-def _format_member(member: Mapping[str, Any]) -> tuple[str, ...]:
-    mu, sigma, rate = member["mu"], member["sigma"], member.get("held_out")
-    return (
-        member["name"],
-        "-" if mu is None or sigma is None else f"{mu:.1f} ± {sigma:.1f}",
-        "-" if rate is None else format_percent(rate),
-        str(member.get("age", "-")),
-        f"step {member['born']}" if "born" in member else "-",
-        member.get("operator", "-"),
-        " + ".join(member.get("parents", ())) or "-",
-    )
+def list_members(population: Mapping[str, Any], members: Iterable[Mapping[str, Any]] | None = None) -> Members:
+    """
+    Makes the table of the members. In a dataset run it has the settings in which they differ, and their rewards.
+
+    Args:
+        population: Contents of `population.json`; empty while there is none.
+        members: Members as there, if others than these are shown. `name`, `role`, `mu` and `sigma` are enough.
+    """
+    shown = [*(population.get("members", []) if members is None else members)]
+    answers = any("reward" in member for member in shown)
+    columns: dict[str, Callable[[Mapping[str, Any]], str]] = {"member": lambda member: member["name"]}
+    if answers:
+        settings = [member.get("settings") or {} for member in shown]
+        names = {name: None for own in settings for name in own}  # in the order of the settings
+        for name in (name for name in names if len({str(own.get(name)) for own in settings}) > 1):
+            columns[name] = lambda member, name=name: _format_setting((member.get("settings") or {}).get(name))
+        columns["reward"] = lambda member: _format_reward(member.get("reward"))
+        if any(member.get("eval_reward") is not None for member in shown):
+            columns["eval reward"] = lambda member: _format_reward(member.get("eval_reward"))
+    rated = not answers or population.get("settings", {}).get("member_prompts") == "shared"
+    if rated:
+        columns["rating"] = _format_rating
+    if not answers:
+        columns["held out"] = lambda member: _format_rate(member.get("held_out"))
+        columns["matches"] = lambda member: str(member.get("age", "-"))
+    if not answers or any(member.get("born") for member in shown):
+        columns["born"] = lambda member: f"step {member['born']}" if "born" in member else "-"
+        columns["made by"] = lambda member: member.get("operator", "-")
+        columns["parents"] = lambda member: " + ".join(member.get("parents", ())) or "-"
+    decides = FIGURES.get(population.get("best_student_by", ""), "mu")
+    best_first = sorted(shown, key=lambda member: (-(member.get(decides) or 0.0), member["name"]))
+    cells = {
+        role: [tuple(write(each) for write in columns.values()) for each in best_first if each["role"] == role]
+        for role in ROLES
+    }
+    return Members(tuple(columns), cells)
+
+
+def _format_rating(member: Mapping[str, Any]) -> str:
+    mu, sigma = member["mu"], member["sigma"]
+    return "-" if mu is None or sigma is None else f"{mu:.1f} ± {sigma:.1f}"
+
+
+def _format_rate(rate: float | None) -> str:
+    return "-" if rate is None else format_percent(rate)
+
+
+def _format_reward(reward: float | None) -> str:
+    return "-" if reward is None or reward != reward else f"{reward:+.3f}"
+
+
+def _format_setting(value: Any) -> str:
+    return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def format_percent(rate: float) -> str:
@@ -225,7 +283,8 @@ def format_percent(rate: float) -> str:
 
 def print_population(run: str | Path) -> None:
     """
-    Prints the members of a run with ratings and held-out solve rates, the best first in each role.
+    Prints the members of a run, the best first in each role: in the game with ratings and held-out solve rates, in a
+    dataset run with the settings in which they differ and their rewards.
 
     The table is plain text if rich is not installed.
 
@@ -242,23 +301,22 @@ def print_population(run: str | Path) -> None:
         title += f", which solves {format_percent(base)} of the held-out tasks"
     # The file may come from a stranger, and its texts must not command the terminal.
     title = make_printable(title)
-    roles = {
-        role: [tuple(map(make_printable, row)) for row in rows]
-        for role, rows in list_members(population["members"]).items()
-    }
+    found = list_members(population)
+    header = tuple(map(make_printable, found.header))
+    roles = {role: [tuple(map(make_printable, row)) for row in rows] for role, rows in found.roles.items()}
     try:
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
     except ImportError:
-        lines = [HEADER, *(row for rows in roles.values() for row in rows)]
+        lines = [header, *(row for rows in roles.values() for row in rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         for line in lines:
             title += "\n" + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         sys.stdout.write(title + "\n")
         return
     table = Table(title=Text(title))
-    for column in HEADER:
+    for column in header:
         table.add_column(column, justify="left" if column in WORDS else "right", no_wrap=True)
     for rows in roles.values():
         for row in rows:

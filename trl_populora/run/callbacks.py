@@ -1,7 +1,7 @@
 """What a run says while it trains, and how it ends early.
 
 metrics of a step --StepLine, BareStepLine--> one line on the terminal
-                  --Alarms--> a warning in the log, W&B and trackio; each of two at most once
+                  --Alarms, PromptAlarms--> a warning in the log, W&B and trackio; each at most once
 Ctrl-C, SIGTERM   --StopAtSignals--> the step ends, the run saves, `KeyboardInterrupt` or `SystemExit` is raised
 """
 
@@ -24,7 +24,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import CallbackHandler, PrinterCallback, ProgressCallback
 
 from trl_populora.run.checkpoint import find_newest
-from trl_populora.run.read import EVALUATION, PLAYED, STEP, classify_log
+from trl_populora.run.read import ANSWERED, EVALUATION, PLAYED, STEP, classify_log, list_rewards
 from trl_populora.step.rows import Played
 
 
@@ -96,17 +96,39 @@ def format_step(step: int, max_steps: int, logs: dict[str, Any]) -> str:
         step, max_steps: Steps so far, and steps of the whole run.
         logs: Metrics of the step. A rate or reward that is missing or NaN prints as `-`.
     """
+    answers = ANSWERED in logs
     parts = [
-        f"step {step:>{len(str(max_steps))}}/{max_steps}",
+        _format_place(step, max_steps),
+        *(_tell_answers(logs) if answers else _tell_game(logs)),
+    ]
+    if logs.get("evolve/replaced"):
+        parts.append(f"replaced {logs['evolve/replaced']:.0f}")
+    phases = PROMPT_PHASES if answers else PHASES
+    parts.append("s: " + " ".join(f"{phase} {logs.get(f'time/{phase}') or 0.0:.1f}" for phase in phases))
+    return " | ".join(parts)
+
+
+def _format_place(step: int, max_steps: int) -> str:
+    return f"step {step:>{len(str(max_steps))}}/{max_steps}"
+
+
+def _tell_game(logs: dict[str, Any]) -> list[str]:
+    return [
         f"valid {_format_percent(logs.get('propose/valid_rate'))}{_format_rejects(logs)}",
         f"solved {_format_percent(logs.get('solve/rate'))}",
         f"reward teacher {_format_number(logs.get('reward/teacher'))}"
         f" student {_format_number(logs.get('reward/student'))}",
     ]
-    if logs.get("evolve/replaced"):
-        parts.append(f"replaced {logs['evolve/replaced']:.0f}")
-    parts.append("s: " + " ".join(f"{phase} {logs.get(f'time/{phase}') or 0.0:.1f}" for phase in PHASES))
-    return " | ".join(parts)
+
+
+def _tell_answers(logs: dict[str, Any]) -> list[str]:
+    """Tells of a step of a dataset run the mean reward, with the best and the worst member, and the mean length."""
+    told, rewards = f"reward {_format_number(logs.get('reward'))}", list_rewards(logs)
+    if len(rewards) > 1:
+        best, *_, worst = (f"{name} {_format_number(reward)}" for name, reward in rewards.items())
+        told += f" ({best} ... {worst})"
+    length = logs.get("completions/mean_length")
+    return [told, f"length {length:.0f}" if length is not None and _is_known(length) else "length -"]
 
 
 def _format_rejects(logs: dict[str, Any]) -> str:
@@ -117,11 +139,17 @@ def _format_rejects(logs: dict[str, Any]) -> str:
 
 
 def format_evaluation(step: int, max_steps: int, logs: dict[str, Any]) -> list[str]:
-    """Formats the metrics of one evaluation, one line per table of held-out tasks."""
+    """Formats the metrics of one evaluation, one line per table of held-out tasks, or of prompts."""
     lines = []
     # A run may evaluate on several named tables. Each table has one key that ends in `solve_rate_mean`: there is no
     # such key for a member, a kind or the base.
     seconds = next((value for key, value in logs.items() if key.endswith("_runtime")), math.nan)
+    if not any(key.endswith("solve_rate_mean") for key in logs):
+        # In a dataset run each table is logged by itself, and TRL's names say nothing of the table.
+        prefixes = [key.removesuffix("runtime") for key in logs if key.endswith("_runtime")]
+        return [
+            f"{_format_place(step, max_steps)} | {_tell_prompts(each, logs)} | s: {seconds:.1f}" for each in prefixes
+        ]
     for key in logs:
         prefix, found, rest = key.partition("solve_rate_mean")
         if not found or rest:
@@ -132,11 +160,21 @@ def format_evaluation(step: int, max_steps: int, logs: dict[str, Any]) -> list[s
         )
         table = prefix.removeprefix("eval_").rstrip("_")
         lines.append(
-            f"step {step:>{len(str(max_steps))}}/{max_steps} | held-out{f' {table}' if table else ''}: solved "
+            f"{_format_place(step, max_steps)} | held-out{f' {table}' if table else ''}: solved "
             f"{mean} (best {best}, worst {worst}, base {base}) | "
             f"thinking {_format_percent(logs.get(f'{prefix}thinking_rate'))} | s: {seconds:.1f}"
         )
     return lines
+
+
+def _tell_prompts(prefix: str, logs: dict[str, Any]) -> str:
+    """Tells of an evaluation on prompts, whose keys begin with `prefix`, the mean reward and two members."""
+    table, rewards = prefix.removeprefix("eval_").rstrip("_"), list_rewards(logs, prefix)
+    told = f"eval{f' {table}' if table else ''}: reward {_format_number(logs.get('eval_reward'))}"
+    if len(rewards) > 1:
+        best, *_, worst = (f"{name} {_format_number(reward)}" for name, reward in rewards.items())
+        told += f" (best {best}, worst {worst})"
+    return told
 
 
 def use_step_line(callbacks: CallbackHandler) -> None:
@@ -158,7 +196,7 @@ def _format_number(value: float | None) -> str:
     return f"{value:+.2f}" if value is not None and _is_known(value) else "-"
 
 
-# Alarms: warnings that a run goes on although its teachers or its students do not learn.
+# Alarms: warnings that a run goes on although its members do not learn.
 
 
 logger = logging.getLogger(__name__)
@@ -168,9 +206,103 @@ FLAT = "frac_reward_zero_std"
 WEIGHT, LEAST_WEIGHT = "sampling/importance_sampling_ratio/mean", 0.9
 
 
-class Alarms(TrainerCallback):
+class _Alarms(TrainerCallback):
     """
-    Warnings about a run in which teachers or students learn little. Each of the three comes at most once in a
+    Warnings about a run in which members learn little. Each comes at most once in a `train()`.
+
+    Args:
+        alert: Sends a warning to trackers. Called with the names in `report_to`, a title of less than 64 characters
+            and a text.
+    """
+
+    def __init__(self, alert: Callable[[Sequence[str], str, str], None]) -> None:
+        self.alert = alert
+        # For each warning, the last step at which all was well, at first the step before training. `None` once the
+        # warning is given.
+        self._well: dict[str, int | None] = {}
+        self._begin = 0
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._well, self._begin = {}, state.global_step
+
+    def _warn_of_weights(self, args: Any, step: int, logs: Mapping[str, Any]) -> None:
+        # The product of a completion's ratios is the further from 1 the more tokens it has, and a mode cuts it.
+        by_row, weight = args.vllm_importance_sampling_mode.startswith("sequence"), logs.get(WEIGHT)
+        if self._lasts("weight", step, by_row and weight is not None and weight < LEAST_WEIGHT, STEPS):
+            self._warn(
+                args,
+                "Long completions count less",
+                "vLLM's samples had mean weights below %s in the last %d steps (now %.2f), so long completions hardly "
+                "count in the loss. Set `vllm_importance_sampling_mode=token_truncate`, which weighs each token by "
+                "itself, or let vLLM and the trainer compute in one precision.",
+                LEAST_WEIGHT,
+                STEPS,
+                weight,
+            )
+
+    def _warn(self, args: Any, title: str, text: str, *values: Any) -> None:
+        logger.warning(text, *values)
+        self.alert(args.report_to, title, text % values)
+
+    def _lasts(self, what: str, step: int, bad: bool, steps: int) -> bool:
+        """Says whether the warning `what` is due: the last `steps` steps were all bad, and it was not given before."""
+        well = self._well.setdefault(what, self._begin)
+        if well is None:
+            return False
+        if not bad:
+            self._well[what] = step
+        elif step - well >= steps:
+            self._well[what] = None
+            return True
+        return False
+
+
+class PromptAlarms(_Alarms):
+    """
+    Warnings about a dataset run, beside "Long completions count less" (see [`Alarms`]).
+
+    - "Members do not learn": in ten optimizer steps in a row, all rewards at each prompt were equal.
+    - "A reward function judges nothing": in ten steps in a row, it gave no number for any completion.
+
+    Args:
+        functions: Names of the reward functions.
+        alert: As of [`Alarms`].
+    """
+
+    def __init__(self, functions: Sequence[str], alert: Callable[[Sequence[str], str, str], None]) -> None:
+        super().__init__(alert)
+        self.functions = functions
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        # With `num_iterations` above 1 some optimizer steps generate nothing.
+        if not state.is_world_process_zero or ANSWERED not in (logs or {}) or "reward" not in logs:
+            return
+        step = state.global_step
+        if self._lasts("flat", step, logs.get(FLAT) == 1, STEPS):
+            self._warn(
+                args,
+                "Members do not learn",
+                "All rewards at each prompt were equal in the last %d steps, so members do not learn: the prompts are "
+                "too easy or too hard for them (the mean reward is %.2f), or `num_generations` is too small.",
+                STEPS,
+                logs["reward"],
+            )
+        for name in self.functions:
+            if self._lasts(name, step, logs.get(f"rewards/{name}/mean") is None, STEPS):
+                self._warn(
+                    args,
+                    "A reward function judges nothing",
+                    "The reward function %r gave no number for any completion in the last %d steps. Look at what it "
+                    "returns, or leave it out.",
+                    name,
+                    STEPS,
+                )
+        self._warn_of_weights(args, step, logs)
+
+
+class Alarms(_Alarms):
+    """
+    Warnings about a game in which teachers or students learn little. Each of the three comes at most once in a
     `train()`.
 
     - "No valid proposal": no proposal of a step was valid. The text names the most frequent reason.
@@ -186,13 +318,8 @@ class Alarms(TrainerCallback):
     """
 
     def __init__(self, played: Callable[[], Played], alert: Callable[[Sequence[str], str, str], None]) -> None:
-        self.played, self.alert = played, alert
-        # For each warning, the last step at which all was well, at first the step before training. An entry is removed
-        # once its warning is given.
-        self._well: dict[str, int] = {}
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self._well = dict.fromkeys(("valid", "flat", "weight"), state.global_step)
+        super().__init__(alert)
+        self.played = played
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         # With `num_iterations` above 1 some optimizer steps play no game, and their logs say nothing of proposals.
@@ -220,35 +347,7 @@ class Alarms(TrainerCallback):
                 STEPS,
                 "none" if math.isnan(rate) else f"{100 * rate:.0f} %",
             )
-
-        # The product of a completion's ratios is the further from 1 the more tokens it has, and a mode cuts it.
-        by_row, weight = args.vllm_importance_sampling_mode.startswith("sequence"), logs.get(WEIGHT)
-        if self._lasts("weight", step, by_row and weight is not None and weight < LEAST_WEIGHT, STEPS):
-            self._warn(
-                args,
-                "Long completions count less",
-                "vLLM's samples had mean weights below %s in the last %d steps (now %.2f), so long completions hardly "
-                "count in the loss. Set `vllm_importance_sampling_mode=token_truncate`, which weighs each token by "
-                "itself, or let vLLM and the trainer compute in one precision.",
-                LEAST_WEIGHT,
-                STEPS,
-                weight,
-            )
-
-    def _warn(self, args: Any, title: str, text: str, *values: Any) -> None:
-        logger.warning(text, *values)
-        self.alert(args.report_to, title, text % values)
-
-    def _lasts(self, what: str, step: int, bad: bool, steps: int) -> bool:
-        """Says whether the warning `what` is due: the last `steps` steps were all bad, and it was not given before."""
-        if what not in self._well:
-            return False
-        if not bad:
-            self._well[what] = step
-        if step - self._well[what] < steps:
-            return False
-        del self._well[what]
-        return True
+        self._warn_of_weights(args, step, logs)
 
 
 def _name_reason(played: Played) -> str:

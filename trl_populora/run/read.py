@@ -14,6 +14,8 @@ from trl_populora.files import drop_secrets, is_file_name, read_json
 # The log of a step has this key only if the step played a game. With `num_iterations` above 1, other steps train again
 # on rows of the last game.
 PLAYED = "propose/valid_rate"
+# Every log of a step of a dataset run has this key, and no other log has it.
+ANSWERED = "time/generate"
 STEP, EVALUATION = "step", "evaluation"
 METRICS, TIMES, LINEAGE = "metrics.jsonl", "times.jsonl", "lineage.jsonl"
 LEFT = "left"  # has the adapters of members that have left a dataset run
@@ -31,9 +33,25 @@ def classify_log(logs: Mapping[str, Any] | None) -> str | None:
     # with `eval`, too. The summary repeats metrics that are not logged yet, so it looks like a step. Only it has
     # `train_runtime`.
     keys = set(logs or ())
-    if any(key.startswith(("eval/", "eval_")) and key.endswith(("solve_rate_mean", "runtime")) for key in keys):
+    marks = "solve_rate_mean", "reward_best", "runtime"
+    if any(key.startswith(("eval/", "eval_")) and key.endswith(marks) for key in keys):
         return EVALUATION
     return STEP if keys & {"loss", PLAYED} and "train_runtime" not in keys else None
+
+
+def list_rewards(logs: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """
+    Lists the mean rewards of a dataset run's members, the best first. A member without one is left out.
+
+    Args:
+        logs: The log of a step, or of an evaluation.
+        prefix: What stands before `member/` in the keys, such as `"eval_"`.
+    """
+    found = {}
+    for key, value in logs.items():
+        if key.startswith(f"{prefix}member/") and key.endswith("/reward") and value is not None and value == value:
+            found[key.removeprefix(f"{prefix}member/").removesuffix("/reward")] = value
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 def read_lines(path: str | Path) -> list[dict[str, Any]]:

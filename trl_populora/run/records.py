@@ -115,7 +115,8 @@ def append_metrics(output_dir: str | Path, entry: Mapping[str, Any]) -> None:
     """
     # Trackers show `eval_loss` as `eval/loss`, and so do the files.
     entry = {f"eval/{key[5:]}" if key.startswith("eval_") else key: value for key, value in entry.items()}
-    seconds = {k: v for k, v in entry.items() if k == "step_time" or k.startswith("time/") or k.endswith("runtime")}
+    ends = "runtime", "per_second"
+    seconds = {k: v for k, v in entry.items() if k == "step_time" or k.startswith("time/") or k.endswith(ends)}
     metrics = {key: value for key, value in entry.items() if key not in seconds}
     for name, values in ((METRICS, metrics), (TIMES, {"step": entry["step"]} | seconds)):
         with Path(output_dir, name).open("a") as file:

@@ -37,6 +37,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Any
 
 import torch
 from accelerate.utils import gather, reduce
@@ -715,3 +716,81 @@ def _of_step(name: str, parts: Sequence[tuple[float, int, int]]) -> float:
     if name in EXTREMES:
         return EXTREMES[name](value for value, *_ in parts)
     return sum(value * over for value, over, _ in parts) / sum(weight for *_, weight in parts)
+
+
+class MemberMetrics:
+    """
+    Collects by member what TRL's loss tells of all rows together: means over a member's tokens in the loss.
+
+    TRL logs one figure per micro-batch, which holds rows of several members. So sums are taken here, of the values
+    that the loss is made of. They stay on the device until the end of the optimizer step.
+
+    Args:
+        by_row: As of [`LossMetrics`].
+        one_sided: Whether only high ratios are cut (`loss_type="cispo"`).
+    """
+
+    def __init__(self, by_row: bool, one_sided: bool):
+        self.by_row, self.one_sided = by_row, one_sided
+        self._sums: dict[str, torch.Tensor] = {}  # of each figure and of the tokens, by member
+
+    def add(self, batch: Batch, log_probs: LogProbs, bounds: tuple[Any, Any], members: int) -> None:
+        """
+        Adds a micro-batch.
+
+        Args:
+            batch: The micro-batch. With a KL term it has `ref_per_token_logps`.
+            log_probs: What the forward gave, each `[B, C]`.
+            bounds: TRL's `epsilon_low` and `epsilon_high`.
+            members: How many members there are.
+        """
+        logps, entropies, _ = log_probs
+        logps, mask = logps.detach(), batch["completion_mask"]
+        clipped = self._find_clipped(
+            logps - batch.get("old_per_token_logps", logps), mask, batch["advantages"], bounds
+        )
+        values = {"clip_ratio": clipped, "tokens": mask}
+        if entropies is not None:
+            values["entropy"] = entropies.detach()
+        if "ref_per_token_logps" in batch:
+            difference = batch["ref_per_token_logps"] - logps
+            values["kl"] = difference.exp() - difference - 1
+        for name, value in values.items():
+            sums = self._sums.setdefault(name, torch.zeros(members, device=mask.device))
+            # Filler rows may hold infinities, which a product with the mask's 0 would make NaN.
+            sums.index_add_(0, batch["member"], value.float().masked_fill(mask == 0, 0).sum(-1))
+
+    def _find_clipped(
+        self, log_ratio: torch.Tensor, mask: torch.Tensor, advantages: torch.Tensor, bounds: tuple[Any, Any]
+    ) -> torch.Tensor:
+        """Says of each token, `[B, C]`, whether its ratio to the old policy is beyond the bound that holds for it."""
+        if self.by_row:
+            of_row = (log_ratio * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+            log_ratio = of_row.expand(mask.shape)
+        (low, high), ratio, advantages = bounds, log_ratio.exp(), advantages.view(-1, 1)
+        if self.one_sided:
+            return (ratio > high) & (advantages > 0)
+        return (ratio > 1 + high) & (advantages > 0) | (ratio < 1 - low) & (advantages < 0)
+
+    def take(self, names: Sequence[str]) -> dict[str, float]:
+        """
+        Returns the figures of the step by `member/<name>/<figure>`, and forgets them. Collective.
+
+        A member without a token in the loss has NaN.
+
+        Args:
+            names: The members, by index.
+        """
+        # Every rank has at least the last micro-batch of the step, which is always computed.
+        sums, self._sums = self._sums, {}
+        sums = dict(zip(sums, reduce(torch.stack([*sums.values()])), strict=True))
+        tokens = sums.pop("tokens")
+        return {
+            f"member/{name}/{figure}": mean
+            for figure, total in sums.items()
+            for name, mean in zip(names, (total / tokens).tolist(), strict=True)
+        }
+
+    def forget(self) -> None:
+        """Forgets a step that ended before its figures were taken."""
+        self._sums = {}

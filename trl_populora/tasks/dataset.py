@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from datasets import Dataset, load_dataset
+from datasets import Dataset, DatasetDict, load_dataset
 from datasets.exceptions import DatasetGenerationError
 
 from trl_populora.assets import TINY, real_seed_tasks, tiny_eval_tasks
@@ -33,27 +33,46 @@ def read_tasks(source: str | None):
             command line, nothing is read and `None` is returned.
 
     Raises:
-        `ValueError`: If there is no such file or dataset, if the Hub is out of reach, if the table is empty, or if it
-            is no JSON; the message then names the line.
+        `ValueError`: As [`read_splits`] does, and if there is no split `train`.
     """
     if source in (None, "none"):
         return None
+    what = f"The tasks {source!r}"
+    splits = read_splits(source, what)
+    if "train" not in splits:
+        raise ValueError(f"{what} cannot be read: there is no split 'train', only {', '.join(splits)}.")
+    return splits["train"]
+
+
+def read_splits(source: str, what: str, name: str | None = None) -> DatasetDict:
+    """
+    Reads a dataset by its splits from a file, a directory or the Hub. A file makes the split `train`.
+
+    Args:
+        source: A `.json`, `.jsonl` or `.parquet` file, a directory, or a dataset of the Hub.
+        what: Names it in errors.
+        name: The dataset's configuration, as of `load_dataset`.
+
+    Raises:
+        `ValueError`: If there is no such file or dataset, if the Hub is out of reach, if the table is empty, or if it
+            is no JSON; the message then names the line.
+    """
     formats = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
     suffix = Path(source).suffix
     is_path = suffix in formats or source.startswith((".", "/", "~"))
     if "://" not in source and is_path and not Path(source).exists():
         raise ValueError(
-            f"The tasks {source!r} cannot be read: no such file from {str(Path.cwd())!r}. Give a .json, .jsonl or "
-            ".parquet file, or a dataset of the Hub as `user/name`."
+            f"{what} cannot be read: no such file from {str(Path.cwd())!r}. Give a .json, .jsonl or .parquet file, or "
+            "a dataset of the Hub as `user/name`."
         )
     try:
         if suffix in formats:
-            return load_dataset(formats[suffix], data_files=source, split="train")
-        return load_dataset(source, split="train")
+            return load_dataset(formats[suffix], name=name, data_files=source)
+        return load_dataset(source, name=name)
     except (FileNotFoundError, ConnectionError) as error:
-        raise ValueError(f"The tasks {source!r} cannot be read ({error}).") from error
+        raise ValueError(f"{what} cannot be read ({error}).") from error
     except (DatasetGenerationError, StopIteration, ValueError) as error:
-        raise ValueError(f"The tasks {source!r} cannot be read: {_find_fault(source, error)}.") from error
+        raise ValueError(f"{what} cannot be read: {_find_fault(source, error)}.") from error
 
 
 def _find_fault(source: str, error: Exception) -> str:
