@@ -60,7 +60,7 @@ from trl_populora.step.play import Game, play_step
 from trl_populora.step.player import Completion, Messages, Player
 from trl_populora.step.prompts import MemberScores, PromptRow, PromptScorer, measure_members
 from trl_populora.step.referee import count_free_tokens, trained_context
-from trl_populora.step.rows import LOG_METRIC, Played, name_own_metrics
+from trl_populora.step.rows import LOG_METRIC, Played, Row, name_own_metrics
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.prompts import MEMBER, MemberSampler, check_table, expand_by_member, has_prompts
 
@@ -869,7 +869,8 @@ class PopuLoRATrainer(HubTrainer):
         state = checkpoint.load_game(saved, self.population, self.game, self._stateful, self.shape, self.args, device)
         self.directory.go_on_from(Path(saved), self.state.global_step)
         self._step, self._buffered_inputs = state.step, state.buffered
-        self.played = Played([], []) if state.played is None else Played.from_state(state.played)
+        row_class = PromptRow if self.game is None else Row
+        self.played = Played([], []) if state.played is None else Played.from_state(state.played, row_class)
         self._metrics["train"].update(state.metrics)
         self._resumed = state
 
