@@ -159,9 +159,7 @@ def state_of(trainer) -> dict:
         "game": json.dumps(collect_game_state(trainer._stateful, trainer.archive)),
         "archive": [] if trainer.archive is None else list(trainer.archive.entries()),
         "optimizer": [
-            value.tolist()
-            for state in trainer.optimizer.state_dict()["state"].values()
-            for value in state.values()
+            value.tolist() for state in trainer.optimizer.state_dict()["state"].values() for value in state.values()
         ],
         "lineage": read_lines(lineage) if (lineage := run / "lineage.jsonl").exists() else [],
         "history": [timeless(entry) for entry in trainer.state.log_history if "train_loss" not in entry],
