@@ -430,8 +430,8 @@ def load_game(
     prompts: Mapping[str, Any] | None = None,
 ) -> RankState:
     """
-    Reads the state of the game, and the archive. Call it on every rank. A dataset run has no `game`, but `prompts`: what
-    identifies its prompts.
+    Reads the state of the game, and the archive. Call it on every rank. A dataset run has no `game`. It has `prompts`,
+    which identify its dataset.
 
     Returns:
         [`RankState`]: State of this rank. If another number of processes saved the checkpoint, the state has no

@@ -36,7 +36,8 @@ def has_prompts(table: Any) -> bool:
     columns = getattr(table, "column_names", None)
     if isinstance(columns, dict):
         raise ValueError(
-            f"`train_dataset` has the splits {', '.join(columns)}. Give one of them: `dataset[{next(iter(columns))!r}]`."
+            f"`train_dataset` has the splits {', '.join(columns)}. Give one of them: "
+            f"`dataset[{next(iter(columns))!r}]`."
         )
     if columns is None:  # no table, or one that does not know its columns
         if isinstance(table, IterableDataset):
