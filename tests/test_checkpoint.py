@@ -71,7 +71,7 @@ class TestExactResume:
             pytest.param({"max_steps": 8, "save_steps": 9}, 2, id="in the first epoch"),
             pytest.param({"max_steps": 8}, 3, id="at an epoch's end"),
             pytest.param({"num_train_epochs": 3}, 5, id="in a later epoch, counted in epochs"),
-            pytest.param({"max_steps": 8, "steps_per_generation": 2, "evolve_every": 4}, 5, id="within a generation"),
+            pytest.param({"max_steps": 9, "steps_per_generation": 2, "evolve_every": 4}, 5, id="within a generation"),
             pytest.param(
                 {"max_steps": 10, "num_iterations": 2, "steps_per_generation": 2, "evolve_every": 4, "beta": 0.04},
                 7,
