@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.small_run import SMALL, small_trainer
+from tests.small_run import QUIET, SMALL, small_lora, small_trainer
 from trl_populora.sandbox.values import encode
 from trl_populora.tasks.kind import Attempt, Proposal, Reject, Task, TaskKind
 
 
 def letters(completions, **kwargs) -> list[float]:
     """A reward that a random base earns by chance; by the built-in ones all its rows are worth the same."""
-    return [sum(c.isalpha() for c in completion[0]["content"]) / 10 for completion in completions]
+    texts = [each if isinstance(each, str) else each[0]["content"] for each in completions]
+    return [sum(c.isalpha() for c in text) / 10 for text in texts]
 
 
 class Letters(TaskKind):
@@ -77,15 +78,47 @@ HELD_OUT = [
 EVALUATED = {"evaluated": True, "eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True, "eval_attempts": 3}
 
 
+# A run on a dataset: 4 members, 3 generations an epoch, each with 2 prompts of 7 and 2 attempts at a prompt.
+ON_PROMPTS = QUIET | {
+    "on_prompts": True,
+    "per_device_train_batch_size": 4,
+    "num_generations": 2,
+    "max_completion_length": 8,
+    "gradient_checkpointing": False,
+    "lr_scheduler_type": "linear",
+    "logging_steps": 1,
+    "evolve_every": 3,
+    "evolve_burn_in": 1,
+    "save_strategy": "steps",
+    "ddp_timeout": 180,
+}
+
+
 def make_trainer(base: str, output_dir: str, settings: dict):
-    """A trainer of the shared shape: 2T+2S, 24 rows a step, an evolution event every 3 steps."""
+    """
+    A trainer of the shared shape: 2T+2S, 24 rows a step, an evolution event every 3 steps. With `ON_PROMPTS` one of a
+    dataset run.
+    """
     import torch
 
     torch.set_num_threads(1)
+    if settings.get("on_prompts"):
+        return prompt_trainer(base, output_dir, settings)
     tasks = json.loads(Path(base, "tasks.json").read_text())
     settings = SETTINGS | {"output_dir": output_dir} | settings
     held_out = HELD_OUT if settings.pop("evaluated", False) else None
     return small_trainer(base, tasks, letters, held_out, **settings)
+
+
+def prompt_trainer(base: str, output_dir: str, settings: dict):
+    """A trainer of a dataset run: four students and two reward functions."""
+    from tests.prompt_runs import QUESTIONS, brief
+    from trl_populora import PopuLoRAConfig, PopuLoRATrainer
+
+    settings = {name: value for name, value in settings.items() if name != "on_prompts"}
+    held_out = QUESTIONS.select(range(3)) if settings.pop("evaluated", False) else None
+    args = PopuLoRAConfig(output_dir, **settings)
+    return PopuLoRATrainer(base, [letters, brief], args, QUESTIONS, held_out, peft_config=small_lora())
 
 
 def run(base: str, output_dir: str, settings: dict, resume: bool = False) -> None:
@@ -124,8 +157,11 @@ def state_of(trainer) -> dict:
     return {
         "members": {f"{m}/{k}": v.numpy().tobytes() for m, factors in members.items() for k, v in factors.items()},
         "game": json.dumps(collect_game_state(trainer._stateful, trainer.archive)),
-        "archive": list(trainer.archive.entries()),
-        "lineage": read_lines(run / "lineage.jsonl"),
+        "archive": [] if trainer.archive is None else list(trainer.archive.entries()),
+        "optimizer": [
+            value.tolist() for state in trainer.optimizer.state_dict()["state"].values() for value in state.values()
+        ],
+        "lineage": read_lines(lineage) if (lineage := run / "lineage.jsonl").exists() else [],
         "history": [timeless(entry) for entry in trainer.state.log_history if "train_loss" not in entry],
         "metrics": [timeless(entry) for entry in read_lines(run / "metrics.jsonl")],
         "rollouts": {p.name: p.read_bytes() for p in sorted(run.glob("rollouts/*.parquet"))},

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from tests.populora_run import assert_equal, cut_run, make_trainer, run, state_of
+from tests.populora_run import ON_PROMPTS, assert_equal, cut_run, make_trainer, run, state_of
 from tests.without_extras import without_extras
 from trl_populora.lora.members import read_member
 from trl_populora.run.checkpoint import MANIFEST, find_flaw, find_newest
@@ -64,6 +64,31 @@ class TestExactResume:
         assert "single_agent" in settings or max(events) >= 7 > min(events) or settings["evolve_every"] == 7
         assert len(wanted["archive"]) > 12, "the archive grew"
         assert_equal(wanted, state_of(cut_run(base, str(tmp_path / "cut"), settings, cut=7)))
+
+    @pytest.mark.parametrize(
+        ("settings", "cut"),
+        [
+            pytest.param({"max_steps": 8, "save_steps": 9}, 2, id="in the first epoch"),
+            pytest.param({"max_steps": 8}, 3, id="at an epoch's end"),
+            pytest.param({"num_train_epochs": 3}, 5, id="in a later epoch, counted in epochs"),
+            pytest.param({"max_steps": 9, "steps_per_generation": 2, "evolve_every": 4}, 5, id="within a generation"),
+            pytest.param(
+                {"max_steps": 10, "num_iterations": 2, "steps_per_generation": 2, "evolve_every": 4, "beta": 0.04},
+                7,
+                id="within a generation that trains twice",
+            ),
+            pytest.param({"member_prompts": "own", "evolve_every": 0, "max_steps": 8}, 4, id="prompts of their own"),
+            pytest.param({"students": 1, "evolve_every": 0, "max_steps": 8, "logging_steps": 3}, 5, id="one member"),
+            pytest.param({"shuffle_dataset": False, "max_steps": 8}, 5, id="without shuffling"),
+        ],
+    )
+    def test_a_cut_run_on_prompts_equals_a_straight_one(self, base, tmp_path, settings, cut):
+        settings = ON_PROMPTS | settings
+        straight = make_trainer(base, str(tmp_path / "straight"), settings | {"save_strategy": "no"})
+        straight.train()
+        wanted = state_of(straight)
+        assert not settings["evolve_every"] or len({event["step"] for event in wanted["lineage"]}) > 1
+        assert_equal(wanted, state_of(cut_run(base, str(tmp_path / "cut"), settings, cut)))
 
     def test_a_run_that_is_extended_equals_one_that_was_planned_as_long(self, base, tmp_path):
         settings = {"evolve_every": 3}

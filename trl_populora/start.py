@@ -144,9 +144,9 @@ def refuse_unsupported(args: PopuLoRAConfig, unsupported: Mapping[str, Any]) -> 
         "`torch.optim.AdamW(member_param_groups(trainer.model, rates))`, with a learning rate by member and "
         "`member_param_groups` of `trl_populora.lora.members`; a scheduler of that optimizer goes to "
         "`trainer.lr_scheduler`",
-        "rollout_func": "the trainer plays its own rollouts; write a `TaskKind` to change what is played",
-        "tools": "tasks are answered in one turn; write a `TaskKind` to change what is played",
-        "environment_factory": "tasks are answered in one turn; write a `TaskKind` to change what is played",
+        "rollout_func": "the trainer has rollouts of its own; a `TaskKind` changes what is played in the game",
+        "tools": "members answer in one turn; a `TaskKind` changes what is played in the game",
+        "environment_factory": "members answer in one turn; a `TaskKind` changes what is played in the game",
     }
     for name, value in unsupported.items():
         if name not in ways_out:
@@ -578,6 +578,30 @@ class TRLInputs:
     reward_processing_classes: list | None
 
 
+def check_reward_arguments(functions: Sequence[Any], tables: Mapping[str, Dataset]) -> None:
+    """
+    Checks tables of prompts by field, and that every reward function can be called with their columns.
+
+    Raises:
+        `TypeError`: If a table is no `datasets.Dataset`, or a function cannot be called.
+        `ValueError`: If a table cannot be used.
+    """
+    for field, table in tables.items():
+        check_table(table, field)
+        for function in functions:
+            if isinstance(function, (str, PreTrainedModel)):
+                continue
+            if not callable(function):
+                raise TypeError(
+                    f"`reward_funcs` holds {function!r:.80}. Give functions, or names or models of sequence "
+                    "classification."
+                )
+            try:
+                check_arguments(function, (*table.column_names, MEMBER))
+            except TypeError as error:
+                raise TypeError(f"`{field}`: {error}") from error
+
+
 @contextmanager
 def replace_attributes(owner: Any, **values: Any) -> Iterator[None]:
     """Gives attributes of an object other values inside the block."""
@@ -621,17 +645,23 @@ def make_prompt_inputs(
         `TypeError`: If a table or a reward function cannot be used.
         `ValueError`: If a table cannot be used, or if there is no reward function.
     """
-    check_table(train_dataset, "train_dataset")
-    tables = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
-    for name, table in tables.items():
-        if table is not None:
-            check_table(table, f"eval_dataset[{name!r}]" if name else "eval_dataset")
     functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
     if reward_funcs is None or not functions:
         raise ValueError("A dataset of prompts needs `reward_funcs`: at least one function, in TRL's signature.")
-    for function in functions:
-        if not isinstance(function, (str, PreTrainedModel)):
-            check_arguments(function, (*train_dataset.column_names, MEMBER))
+    tables = {"train_dataset": train_dataset}
+    if isinstance(eval_dataset, dict):
+        tables |= {f"eval_dataset[{name!r}]": table for name, table in eval_dataset.items()}
+    elif eval_dataset is not None:
+        tables["eval_dataset"] = eval_dataset
+    check_reward_arguments(functions, tables)
+    assert args.generation_batch_size is not None, "TRL sets it"
+    prompts = args.generation_batch_size // args.students // args.num_generations
+    if len(train_dataset) < prompts:
+        raise ValueError(
+            f"`train_dataset` has {len(train_dataset)} prompts, and one generation takes {prompts} of each member: "
+            "nothing would be trained. Give more prompts, or lower `per_device_train_batch_size`, "
+            "`gradient_accumulation_steps` or `steps_per_generation`."
+        )
     if args.learning_rate == TRL_RATE and args.process_index == 0:
         logger.warning(
             "`learning_rate` is TRL's default, %g, which is for all weights. LoRA adapters want about ten times as "

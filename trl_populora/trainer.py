@@ -65,15 +65,15 @@ from trl_populora.step.play import Game, play_step
 from trl_populora.step.player import Completion, Messages, Player
 from trl_populora.step.prompts import MemberScores, PromptRow, PromptScorer, measure_members
 from trl_populora.step.referee import Referee, count_free_tokens, trained_context
-from trl_populora.step.rows import LOG_METRIC, Played, name_own_metrics
+from trl_populora.step.rows import LOG_METRIC, Played, Row, name_own_metrics
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.prompts import (
     MEMBER,
     HalvingSampler,
     MemberSampler,
-    check_table,
     expand_by_member,
     has_prompts,
+    identify_prompts,
 )
 
 
@@ -190,6 +190,7 @@ class PopuLoRATrainer(HubTrainer):
             parts = start.make_parts(args, train_dataset, eval_dataset)
             evaluates = parts.held_out is not None
             inputs = start.make_game_inputs(args, reward_funcs, reward_processing_classes, evaluates)
+        self._prompts = None if parts is not None else identify_prompts(train_dataset)
         self._converses = parts is not None or is_conversational(inputs.train_dataset[0])
 
         set_seed(args.seed)
@@ -422,7 +423,9 @@ class PopuLoRATrainer(HubTrainer):
         """Describes the population for people and other programs: the contents of `population.json`."""
         referee = None if self.game is None else self.game.referee
         step = self._members_step
-        found = describe(self.population, referee, self.shape, self.args, step, self.held_out, self.scores)
+        found = describe(
+            self.population, referee, self.shape, self.args, step, self.held_out, self.scores, self._prompts
+        )
         if self.game is None:
             found |= {"reward_functions": self.reward_func_names, "datasets": self.dataset_names}
         return found
@@ -494,17 +497,19 @@ class PopuLoRATrainer(HubTrainer):
 
     def _evaluate_prompts(self, tables: Any, ignore_keys: list[str] | None, prefix: str) -> dict[str, float]:
         """Lets every member answer the prompts of `eval_dataset`, as TRL evaluates, and adds figures by member."""
-        if isinstance(tables, Dataset) and MEMBER not in tables.column_names:
-            check_table(tables, "eval_dataset")
+        if isinstance(tables, dict):
+            found = {}
+            for name, table in tables.items():
+                found |= self._evaluate_prompts(table, ignore_keys, f"{prefix}_{name}")
+            return found
+        if tables is not None and not isinstance(tables, str):  # a text names one of the trainer's tables
+            start.check_reward_arguments(self.reward_funcs, {"eval_dataset": tables})
             tables = expand_by_member(tables, self.population.adapters)
-        elif isinstance(tables, dict):
-            tables = {
-                name: table if MEMBER in table.column_names else expand_by_member(table, self.population.adapters)
-                for name, table in tables.items()
-            }
         self._evaluated.clear()
         self._table = prefix.removeprefix("eval").removeprefix("_")
-        return super().evaluate(tables, ignore_keys, prefix)
+        # Seeded apart, so that training draws the same numbers with and without evaluations.
+        with pause_training(self.model), seed_samples([self.args.seed]):
+            return super().evaluate(tables, ignore_keys, prefix)
 
     def _note_evaluated(self, inputs: list[dict[str, Any]], rewards: torch.Tensor) -> None:
         """Keeps the rewards of an evaluation's rows, `[W * R, functions]`, by member."""
@@ -1139,10 +1144,13 @@ class PopuLoRATrainer(HubTrainer):
 
     def _load_game(self, saved: str) -> None:
         device = self.accelerator.device
-        state = checkpoint.load_game(saved, self.population, self.game, self._stateful, self.shape, self.args, device)
+        state = checkpoint.load_game(
+            saved, self.population, self.game, self._stateful, self.shape, self.args, device, self._prompts
+        )
         self.directory.go_on_from(Path(saved), self.state.global_step)
         self._step, self._buffered_inputs = state.step, state.buffered
-        self.played = Played([], []) if state.played is None else Played.from_state(state.played)
+        row_class = PromptRow if self.game is None else Row
+        self.played = Played([], []) if state.played is None else Played.from_state(state.played, row_class)
         self._metrics["train"].update(state.metrics)
         self._resumed = state
 

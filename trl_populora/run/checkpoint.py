@@ -50,7 +50,7 @@ from trl_populora.files import FORMAT, read_json, write_json
 from trl_populora.lora import members as lora_members
 from trl_populora.population.members import Population
 from trl_populora.run.read import POPULATION_FILE, read_population
-from trl_populora.run.saved_population import Shape, check_same_shape, check_settings
+from trl_populora.run.saved_population import Shape, check_same_prompts, check_same_shape, check_settings
 from trl_populora.step.play import Game
 from trl_populora.tasks.archive import TaskArchive, load_archive, save_archive
 
@@ -444,9 +444,11 @@ def load_game(
     shape: Shape,
     args: GRPOConfig,
     device: torch.device,
+    prompts: Mapping[str, Any] | None = None,
 ) -> RankState:
     """
-    Reads the state of the game, and the archive. Call it on every rank. A dataset run has no `game`.
+    Reads the state of the game, and the archive. Call it on every rank. A dataset run has no `game`. It has `prompts`,
+    which identify its dataset.
 
     Returns:
         [`RankState`]: State of this rank. If another number of processes saved the checkpoint, the state has no
@@ -461,6 +463,7 @@ def load_game(
     saved = check_same_shape(root, shape, population.names)
     processes = read_json(root / MANIFEST)["processes"]
     same_processes = processes == args.world_size
+    check_same_prompts(root, saved, prompts)
     check_settings(args, root, saved, same_processes)
     load_stateful(root, stateful, None if game is None else game.archive)
     if game is not None:
@@ -488,7 +491,9 @@ def load_game(
     # multiple of `num_iterations` steps. Evolution happens at such multiples as well, and a game must follow each
     # evolution.
     done = saved["step"]
-    return RankState(done * args.steps_per_generation, buffered=None, played=None, metrics={}, loss=0.0, logged=done)
+    return RankState(
+        done * args.gradient_accumulation_steps, buffered=None, played=None, metrics={}, loss=0.0, logged=done
+    )
 
 
 def _check_archive(root: Path, game: Game, longer: bool) -> None:

@@ -88,6 +88,14 @@ _DECIDED_BY_CHECKPOINT = (
 )
 # Settings that may have a value for each member.
 BY_MEMBER = ("beta", "epsilon", "temperature", "lora_r", "lora_alpha")
+# In a dataset run these decide which prompts come after a number of steps.
+_DECIDED_BY_PLACE = (
+    "attempts_per_task",
+    "num_iterations",
+    "generation_batch_size",
+    "shuffle_dataset",
+    "member_prompts",
+)
 # The checkpoint may hold micro-batches that are still to train on. These settings decide how many there are.
 _DECIDED_BY_BUFFER = ("proposals_per_teacher", "attempts_per_task", "num_iterations", "per_device_train_batch_size")
 
@@ -137,6 +145,7 @@ def describe(
     step: int,
     held_out: HeldOut | None,
     scores: MemberScores | None = None,
+    prompts: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """
     Describes the population for people and other programs.
@@ -149,6 +158,7 @@ def describe(
         step: Optimizer steps so far.
         held_out: Last solve rates on held-out tasks; `None` if the run has none.
         scores: In a dataset run, the members' mean rewards.
+        prompts: In a dataset run, what identifies the prompts of `train_dataset`.
 
     Returns:
         The contents of `population.json`.
@@ -193,6 +203,7 @@ def describe(
         "held_out_base": held_out.base_rate if held_out else None,
         "held_out_step": held_out.step if held_out else None,
         "held_out_tasks": held_out.describe_tasks() if held_out else None,
+        "train_prompts": prompts,
         "members": members,
         "left": population.left,
         "settings": _collect_settings(args),
@@ -214,6 +225,7 @@ def _collect_settings(args: GRPOConfig) -> dict[str, Any]:
     added = [field.name for field in fields(args) if field.name not in inherited]
     shared = ["max_steps", "learning_rate", "lr_scheduler_type", "beta", "loss_type", "seed", "max_completion_length"]
     shared += ["num_iterations", "per_device_train_batch_size", *SAMPLING, *UPDATE]
+    shared += ["generation_batch_size", "gradient_accumulation_steps", "shuffle_dataset"]
     # A Hub id without a revision means "main". For a directory the revision means nothing.
     revision = (args.model_init_kwargs or {}).get("revision") or "main"
     one = {name: getattr(args, name) for name in (*added, *shared)}
@@ -302,6 +314,30 @@ def warn_of_revision(source: Path, theirs: str | None, shape: Shape) -> None:
         )
 
 
+def check_same_prompts(root: Path, saved: Mapping[str, Any], ours: Mapping[str, Any] | None) -> None:
+    """
+    Refuses to resume on other prompts than a checkpoint's, whose place in the dataset would mean nothing.
+
+    Args:
+        root: The checkpoint.
+        saved: Contents of its `population.json`.
+        ours: What identifies the prompts of this run; `None` in the game.
+
+    Raises:
+        `ValueError`: If the prompts differ, or if one run is a game and the other is not.
+    """
+    theirs = saved.get("train_prompts")
+    if theirs == ours:
+        return
+    told = [
+        f"{each['rows']} prompts (digest {each['digest']})" if each else "the game's tasks" for each in (theirs, ours)
+    ]
+    raise ValueError(
+        f"{root / POPULATION_FILE}: the run trained on {told[0]}, and `train_dataset` has {told[1]}. Resume with the "
+        "saved run's dataset, or start a new run with `warm_start`."
+    )
+
+
 def check_settings(args: GRPOConfig, root: Path, saved: Mapping[str, Any], same_processes: bool) -> None:
     """
     Warns of settings that a resumed run changes, and refuses changes of settings that the checkpoint decides.
@@ -324,6 +360,8 @@ def check_settings(args: GRPOConfig, root: Path, saved: Mapping[str, Any], same_
     # Where members differ, the checkpoint has the value of each, which a child may have inherited.
     listed = {name for name in changed if isinstance(ours.get(name), list) or isinstance(theirs.get(name), list)}
     fixed = {*_DECIDED_BY_CHECKPOINT, *(_DECIDED_BY_BUFFER if same_processes else ())} | (listed & set(BY_MEMBER))
+    if saved.get("train_prompts"):
+        fixed |= {*_DECIDED_BY_PLACE, *(("gradient_accumulation_steps",) if same_processes else ())}
     refused = [f"`{name}` was {theirs.get(name)!r}, is {ours.get(name)!r}" for name in changed if name in fixed]
     if refused:
         raise ValueError(

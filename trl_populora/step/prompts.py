@@ -66,13 +66,16 @@ class PromptScorer(Scorer):
         super().__init__(**others)
         self.attempts, self.optimizer_steps = attempts, optimizer_steps
         self.rows_of_all, self.micro_batches = rows_of_all, micro_batches // optimizer_steps
+        self._judges = False  # whether a function has ever given a number
 
     def _weigh_rewards(self, played: Played, members_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
         per_function = played.rewards
         rewards_R = (per_function * self.reward_weights.to(per_function.device)).nansum(dim=1)
         # A row that no function judges has no reward, and not the reward 0.
         rewards_R[per_function.isnan().all(dim=1)] = math.nan
-        if rewards_R.isnan().all():
+        # Later a generation may be one that no function judges; TRL goes on then, and so does this.
+        self._judges = self._judges or not bool(rewards_R.isnan().all())
+        if not self._judges:
             raise ValueError(
                 f"The reward functions judged none of the {len(rewards_R)} completions of this step: every one gave "
                 "None or NaN for each. At least one function must give a number."

@@ -252,11 +252,17 @@ class Played:
         return {"rows": rows, "records": self.records, "seconds": {**self.seconds}, "metrics": {**self.metrics}}
 
     @classmethod
-    def from_state(cls, state: dict[str, Any]) -> Played:
-        """Makes an object of what `state_dict` returned. Row fields that this version does not know are left out."""
+    def from_state(cls, state: dict[str, Any], row_class: type = Row) -> Played:
+        """
+        Makes an object of what `state_dict` returned. Row fields that this version does not know are left out.
+
+        Args:
+            state: What `state_dict` returned.
+            row_class: Class of the rows.
+        """
         rows = [
-            Row(
-                **{name: row[name] for name in row.keys() & Row.__dataclass_fields__.keys()}
+            row_class(
+                **{name: row[name] for name in row.keys() & row_class.__dataclass_fields__.keys()}
                 | {"completion": Completion(**row["completion"])}
             )
             for row in state["rows"]

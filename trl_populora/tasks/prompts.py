@@ -11,6 +11,8 @@ Shapes: N rows of the table, M slots.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -33,7 +35,14 @@ def has_prompts(table: Any) -> bool:
             columns found.
     """
     columns = getattr(table, "column_names", None)
+    if isinstance(columns, dict):
+        raise ValueError(
+            f"`train_dataset` has the splits {', '.join(columns)}. Give one of them: "
+            f"`dataset[{next(iter(columns))!r}]`."
+        )
     if columns is None:  # no table, or one that does not know its columns
+        if isinstance(table, IterableDataset):
+            check_table(table, "train_dataset")
         return False
     formats = (
         "Prompts for reward functions stand in a column `prompt` (text or messages). Tasks for the game have the "
@@ -71,6 +80,15 @@ def check_table(table: Any, field: str) -> None:
         )
     for name in {"image", "images", "environment"} & {*table.column_names}:
         raise ValueError(f"`{field}` has a column `{name}`: members train on text alone. Remove it.")
+
+
+def identify_prompts(table: Dataset) -> dict[str, Any]:
+    """Returns the number of a table's rows, and a digest of its prompts in their order."""
+    digest = hashlib.sha256()
+    for part in table.select_columns("prompt").iter(batch_size=1000):
+        for prompt in part["prompt"]:
+            digest.update(json.dumps(prompt, sort_keys=True).encode() + b"\n")
+    return {"digest": digest.hexdigest()[:16], "rows": len(table)}
 
 
 def expand_by_member(table: Dataset, slots: Sequence[str]) -> Dataset:

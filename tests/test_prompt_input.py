@@ -1,0 +1,117 @@
+"""What a dataset run refuses, and that evaluations change nothing that trains."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from datasets import Dataset, DatasetDict
+from trl import GRPOConfig
+
+from tests.populora_run import ON_PROMPTS, assert_equal, make_trainer, state_of
+from tests.prompt_runs import QUESTIONS, brief
+from tests.small_run import small_lora
+from trl_populora import PopuLoRAConfig, PopuLoRATrainer
+
+
+OPTIONS = {name: value for name, value in ON_PROMPTS.items() if name != "on_prompts"}
+
+
+def build(output_dir, table=QUESTIONS, functions=brief, held_out=None, model="nowhere", arguments=(), **options):
+    """The model does not exist: whatever is refused is refused before a model is looked for."""
+    args = PopuLoRAConfig(str(output_dir), **(OPTIONS | options))
+    return PopuLoRATrainer(model, functions, args, table, held_out, peft_config=small_lora(), **dict(arguments))
+
+
+def needs_level(level, **columns):
+    return [float(each) for each in level]
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "told"),
+    [
+        ({"table": QUESTIONS.rename_column("prompt", "text")}, ValueError, "columns text, answer, level.*`program`"),
+        ({"table": QUESTIONS.add_column("program", [""] * 7)}, ValueError, "`prompt` and `program`: give one"),
+        ({"table": QUESTIONS.to_iterable_dataset()}, TypeError, "`IterableDataset`.*without `streaming=True`"),
+        ({"table": DatasetDict(train=QUESTIONS)}, ValueError, r"splits train. Give one of them: `dataset\['train'\]`"),
+        ({"table": QUESTIONS.select([])}, ValueError, "`train_dataset` is empty"),
+        ({"table": QUESTIONS.select([0])}, ValueError, "has 1 prompts, and one generation takes 2 of each member"),
+        ({"table": QUESTIONS.add_column("member", [0] * 7)}, ValueError, "column `member`.*Rename it"),
+        ({"table": QUESTIONS.add_column("image", [""] * 7)}, ValueError, "column `image`.*Remove it"),
+        ({"table": QUESTIONS.remove_columns("level"), "functions": needs_level}, TypeError, "asks for `level`"),
+        ({"held_out": QUESTIONS.remove_columns("level"), "functions": needs_level}, TypeError, "`eval_dataset`: The"),
+        ({"held_out": {"a": QUESTIONS, "b": [1]}}, TypeError, r"`eval_dataset\['b'\]` must be a `datasets.Dataset`"),
+        ({"functions": None}, ValueError, "needs `reward_funcs`"),
+        ({"functions": []}, ValueError, "needs `reward_funcs`"),
+        ({"functions": [5]}, TypeError, "`reward_funcs` holds 5"),
+        ({"num_generations": 3}, ValueError, "`num_generations=3` does not divide"),
+        ({"teachers": 2}, ValueError, "nobody knows the answer of a variation"),
+        ({"shots": 2}, ValueError, "`shots=2`: only the game has this"),
+        ({"loss_type": "bnpo"}, ValueError, "bnpo"),
+        ({"arguments": {"tools": [print]}}, ValueError, "`tools` is not supported: members answer in one turn"),
+        ({"arguments": {"environment_factory": print}}, ValueError, "`environment_factory` is not supported"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_refused_before_anything_is_loaded(tmp_path, given, error, told):
+    with pytest.raises(error, match=told) as found:
+        build(tmp_path, **given)
+    assert "\n" not in str(found.value)
+
+
+def test_programs_need_the_populations_config(tmp_path):
+    table = Dataset.from_dict({"kind": ["code_o"], "program": [""], "inputs": [[""]], "outputs": [[""]]})
+    args = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False)
+    with pytest.raises(TypeError, match="`args` must be a `PopuLoRAConfig`.*got `GRPOConfig`"):
+        PopuLoRATrainer("nowhere", brief, args, table)
+
+
+def test_rewards_that_are_all_none_end_the_first_step(random_base, tmp_path):
+    def silent(completions, **columns):
+        return [None] * len(completions)
+
+    trainer = build(tmp_path, functions=silent, model=random_base, max_steps=2)
+    with pytest.raises(ValueError, match="judged none of the 16 completions"):
+        trainer.train()
+
+
+def test_async_and_partial_functions_reward(random_base, tmp_path):
+    async def later(completion_ids, **columns):
+        return [float(len(ids)) for ids in completion_ids]
+
+    def scaled(completion_ids, factor, **columns):
+        return [None if place % 2 else factor * len(ids) for place, ids in enumerate(completion_ids)]
+
+    functions = [later, functools.partial(scaled, factor=2.0)]
+    trainer = build(tmp_path, functions=functions, model=random_base, max_steps=1, reward_weights=[1.0, 0.5])
+    trainer.train()
+    log = trainer.state.log_history[0]
+    assert log["rewards/scaled/mean"] > log["rewards/later/mean"] > 0
+
+
+def test_an_evaluation_does_not_change_training(base, tmp_path):
+    settings = ON_PROMPTS | {"max_steps": 5, "save_strategy": "no"}
+    evaluated = {"evaluated": True, "eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}
+    states = []
+    for name, further in (("plain", {}), ("evaluated", evaluated)):
+        trainer = make_trainer(base, str(tmp_path / name), settings | further)
+        trainer.train()
+        states.append({key: state_of(trainer)[key] for key in ("members", "lineage", "optimizer")})
+    assert_equal(*states)
+    first = trainer.evaluate(QUESTIONS.select(range(2)))
+    means = [first[f"eval_member/student_{n}/reward"] for n in range(4)]
+    assert first["eval_reward"] == pytest.approx(sum(means) / 4)
+    assert (first["eval_reward_best"], first["eval_reward_worst"]) == (max(means), min(means))
+    several = trainer.evaluate({"a": QUESTIONS.select(range(2)), "b": QUESTIONS})
+    assert {"eval_a_runtime", "eval_b_runtime"} <= several.keys()
+    with pytest.raises(ValueError, match="column `member`"):
+        trainer.evaluate(QUESTIONS.add_column("member", [0] * 7))
+
+
+def test_a_resume_on_other_prompts_is_refused(base, tmp_path):
+    make_trainer(base, str(tmp_path), ON_PROMPTS | {"max_steps": 1, "save_steps": 1}).train()
+    trainer = build(tmp_path, QUESTIONS.select(range(6)), model=base, max_steps=2)
+    with pytest.raises(ValueError, match=r"trained on 7 prompts .*`train_dataset` has 6 prompts"):
+        trainer.train(resume_from_checkpoint=True)
+    trainer = build(tmp_path, model=base, max_steps=2, num_generations=4)
+    with pytest.raises(ValueError, match="`attempts_per_task` was 2, is 4"):
+        trainer.train(resume_from_checkpoint=True)
