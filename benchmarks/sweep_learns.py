@@ -49,7 +49,7 @@ from trl_populora.trainer import PopuLoRATrainer  # noqa: E402
 
 BASE = "base"
 RATES = (2e-4, 1e-3, 3e-3, 1e-2)
-STEPS = 24
+STEPS = 16
 ARMS: dict[str, dict[str, Any]] = {
     "sweep": {},
     "evolution": {"evolve_every": STEPS // 4, "evolve_burn_in": STEPS // 4},
