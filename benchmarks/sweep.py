@@ -9,7 +9,9 @@
 Both sides train adapters of rank 16 on one base, one adapter for each rate, with the same prompts (output tasks of
 the package), attempts at a prompt, rows of a micro-batch and optimizer steps, and with the same reward function. Stock
 TRL's is the ordinary script: `GRPOTrainer` with `peft_config`. It gets the end tokens that ours finds. The rates are
-so low that all adapters go on sampling like the base; the tokens of both sides stand in the table.
+so low that all adapters go on sampling like the base; the tokens of both sides stand in the table. Ours computes no
+row without advantage, so the ratio depends on the reward: `live_rows` is the share of rows with one. `--reward
+similar` gives it to nearly all; it serves a base that solves no task, where the other would leave nothing to compute.
 
 All runs are made in this process, in turn: ours, then some of TRL's, and so on (`--repeats` times), so that both sides
 meet the same state of the machine. A short run of each side goes before as a warm-up. The seconds of a run are those
@@ -31,6 +33,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from difflib import SequenceMatcher
 from importlib import import_module
 from pathlib import Path
 from statistics import fmean
@@ -69,13 +72,22 @@ def pose(tasks: Sequence[Task], style: str) -> Dataset:
 
 
 def right(completions: list, answer: list[str], **columns: Any) -> list[float]:
-    """The reward function of both sides: 1 for the right answer, else 0."""
+    """1 for the right answer, else 0."""
     return [float(grade(said[0]["content"], each)) for said, each in zip(completions, answer, strict=True)]
+
+
+def similar(completions: list, answer: list[str], **columns: Any) -> list[float]:
+    """How similar a completion is to the answer, from 0 to 1: nearly all attempts at a prompt differ in it."""
+    pairs = zip(completions, answer, strict=True)
+    return [SequenceMatcher(None, said[0]["content"], each).ratio() for said, each in pairs]
 
 
 def grade(text: str, answer: str) -> bool:
     task = Task(KIND.name, program="", inputs=(), outputs=(answer,))
     return KIND.correct(task, KIND.parse_attempt(text, task), None)
+
+
+REWARDS = {"right": right, "similar": similar}
 
 
 def set_rates(trainer: PopuLoRATrainer, rates: Sequence[float]) -> None:
@@ -137,9 +149,10 @@ class Meter:
 class Sweep:
     """The two sides with equal settings."""
 
-    def __init__(self, path: str, table: Dataset, ends: list[int] | None, settings: dict[str, Any], directory: str):
-        self.path, self.table, self.ends, self.settings, self.directory = path, table, ends, settings, directory
-        self.count = 0
+    def __init__(self, path: str, reward: Callable, table: Dataset, settings: dict[str, Any], directory: str):
+        self.path, self.reward, self.table, self.settings = path, reward, table, settings
+        self.directory, self.count = directory, 0
+        self.ends: list[int] = []
 
     def output(self) -> str:
         self.count += 1
@@ -147,7 +160,7 @@ class Sweep:
 
     def ours(self, rates: Sequence[float] = RATES, **options: Any) -> PopuLoRATrainer:
         args = PopuLoRAConfig(self.output(), students=len(rates), save_rollouts=False, **(self.settings | options))
-        trainer = PopuLoRATrainer(self.path, right, args, self.table, peft_config=lora())
+        trainer = PopuLoRATrainer(self.path, self.reward, args, self.table, peft_config=lora())
         set_rates(trainer, rates)
         self.ends = trainer.eos_token_ids
         return trainer
@@ -155,7 +168,9 @@ class Sweep:
     def theirs(self, rate: float, **options: Any) -> GRPOTrainer:
         settings = self.settings | {"learning_rate": rate} | options
         settings.pop("vllm_engine_kwargs", None)
-        trainer = GRPOTrainer(self.path, right, GRPOConfig(self.output(), **settings), self.table, peft_config=lora())
+        trainer = GRPOTrainer(
+            self.path, self.reward, GRPOConfig(self.output(), **settings), self.table, peft_config=lora()
+        )
         trainer.eos_token_ids = self.ends
         if trainer.use_vllm:
             trainer.vllm_generation.generation_kwargs = {"stop_token_ids": self.ends}
@@ -173,6 +188,7 @@ def choose_settings(options: argparse.Namespace) -> dict[str, Any]:
         "per_device_train_batch_size": options.micro_batch,
         "gradient_accumulation_steps": rows // options.micro_batch,
         "max_completion_length": options.tokens,
+        "ddp_find_unused_parameters": False,  # vLLM's engine makes a group of one process
         "model_init_kwargs": {"dtype": options.dtype if options.model else "float32"},
     }
     if options.gpu:
@@ -198,7 +214,7 @@ def run(options: argparse.Namespace, clock: Any, directory: str) -> tuple[Meter,
     table = pose(
         load_seed_tasks(real_seed_tasks() if options.model else None), "turns" if options.model else "compact"
     )
-    sweep = Sweep(path, table, None, choose_settings(options), directory)
+    sweep = Sweep(path, REWARDS[options.reward], table, choose_settings(options), directory)
     brief = {"max_steps": 1, "max_completion_length": 8, "use_vllm": False}
     Meter(clock).measure(functools.partial(sweep.ours, RATES[:2], **brief), "_generate_rows")
     Meter(clock).measure(functools.partial(sweep.theirs, RATES[0], **brief), "_generate_single_turn")
@@ -256,6 +272,8 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="few and short rows")
     parser.add_argument("--model", help="name or directory of a base, in place of the embedded one")
     parser.add_argument("--layers", type=int, help="of the base")
+    text = "`right` for the embedded base, which knows the tasks, else `similar`"
+    parser.add_argument("--reward", choices=REWARDS, help=text)
     types = ("bfloat16", "float32")
     parser.add_argument("--dtype", choices=types, default=types[0], help="of the model; some CPUs are slow in bf16")
     parser.add_argument("--vllm", action="store_true", help="generate with vLLM")
@@ -263,6 +281,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.small:
         vars(options).update(steps=1, repeats=1, stock_runs=1, prompts=2, attempts=2, micro_batch=4, tokens=16)
+    options.reward = options.reward or ("similar" if options.model else "right")
     if not options.repeats <= options.stock_runs <= len(RATES):
         parser.error(f"--stock-runs {options.stock_runs} must be from --repeats {options.repeats} to {len(RATES)}.")
     where = torch.cuda.get_device_name() if options.gpu else f"CPU, {torch.get_num_threads()} threads"
@@ -271,7 +290,8 @@ def main() -> None:
         ours, theirs = run(options, CLOCKS[options.clock](), directory)
     print(f"\n{options.model or 'tiny'}, {'vLLM' if options.vllm else 'transformers'}, ", end="")
     print(f"{options.prompts} prompts x {options.attempts} attempts of each adapter in a step, ", end="")
-    print(f"{options.steps} steps; {len(ours.runs)} runs of ours, {len(theirs.runs)} of TRL's were made")
+    print(f"{options.steps} steps, reward `{options.reward}`; ", end="")
+    print(f"{len(ours.runs)} runs of ours, {len(theirs.runs)} of TRL's were made")
     print(json.dumps({name: round(value, 4) for name, value in compare(ours, theirs).items()}))
 
 

@@ -62,8 +62,8 @@ SETTINGS = COMMON | {
     "per_device_train_batch_size": 16,
     "gradient_accumulation_steps": 2,
     "max_completion_length": 256,
-    "num_generations_eval": 2,
-    "per_device_eval_batch_size": 208,
+    "num_generations_eval": 1,
+    "per_device_eval_batch_size": 104,
     "save_rollouts": False,
 }
 SMALL = {

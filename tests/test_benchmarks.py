@@ -31,7 +31,7 @@ from .without_extras import without_extras  # noqa: E402
 
 
 NEEDED = {"vllm_routing": ["vllm"], "7B in 4 bits": ["bitsandbytes"], "tests": ["vllm", "bitsandbytes"]}
-NEEDED["your model, vllm_routing"] = NEEDED["your model, vs_trl on vLLM"] = NEEDED["vllm_routing"]
+NEEDED |= {f"your model, {name}": ["vllm"] for name in ("vllm_routing", "vs_trl on vLLM", "sweep on vLLM")}
 ONLY_ON_A_GPU = {"gpu", "memory_gib", "used_gib", "logp_difference", "train_ratio_8_vs_1"}
 ONLY_ON_A_GPU |= {"share_of_peak.solve", "share_of_peak.update"}
 GPU_PARTS = (*gpu.PARTS, *gpu.parts_on(str(tiny_base_path())))
