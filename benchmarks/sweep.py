@@ -52,7 +52,6 @@ from vs_trl import COMMON, ENGINE_ON_CPU, Memory, lora, save_cut  # noqa: E402
 
 from trl_populora.assets import real_seed_tasks, resolve_model_path  # noqa: E402
 from trl_populora.config import PopuLoRAConfig  # noqa: E402
-from trl_populora.lora.members import member_param_groups  # noqa: E402
 from trl_populora.tasks import load_seed_tasks  # noqa: E402
 from trl_populora.tasks.kind import Task  # noqa: E402
 from trl_populora.tasks.python.kinds import CodeO  # noqa: E402
@@ -88,13 +87,6 @@ def grade(text: str, answer: str) -> bool:
 
 
 REWARDS = {"right": right, "similar": similar}
-
-
-def set_rates(trainer: PopuLoRATrainer, rates: Sequence[float]) -> None:
-    """Gives each member its own learning rate."""
-    optimizer_class, options = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
-    by_name = dict(zip(trainer.population.names, rates, strict=True))
-    trainer.optimizer = optimizer_class(member_param_groups(trainer.model, by_name), **options)
 
 
 class Meter:
@@ -159,9 +151,9 @@ class Sweep:
         return f"{self.directory}/run_{self.count}"
 
     def ours(self, rates: Sequence[float] = RATES, **options: Any) -> PopuLoRATrainer:
-        args = PopuLoRAConfig(self.output(), students=len(rates), save_rollouts=False, **(self.settings | options))
+        settings = self.settings | {"learning_rate": list(rates)} | options
+        args = PopuLoRAConfig(self.output(), students=len(rates), save_rollouts=False, **settings)
         trainer = PopuLoRATrainer(self.path, self.reward, args, self.table, peft_config=lora())
-        set_rates(trainer, rates)
         self.ends = trainer.eos_token_ids
         return trainer
 

@@ -37,7 +37,7 @@ from typing import Any
 # The script runs from a checkout that is not installed, too.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from sweep import pose, right, set_rates  # noqa: E402
+from sweep import pose, right  # noqa: E402
 from vs_trl import COMMON, lora  # noqa: E402
 
 from trl_populora.assets import tiny_eval_tasks  # noqa: E402
@@ -78,15 +78,14 @@ SMALL = {
 def make_run(arm: str, seed: int, small: bool) -> dict[str, Any]:
     """Trains a run and evaluates its members; returns its line. The arm `base` is one member without training."""
     train, held_out = (pose(load_seed_tasks(path), "compact") for path in (None, tiny_eval_tasks()))
-    options = SETTINGS | ARMS.get(arm, {}) | {"seed": seed}
+    rates = RATES[:1] if arm == BASE else RATES
+    options = SETTINGS | ARMS.get(arm, {}) | {"seed": seed, "learning_rate": list(rates)}
     if small:
         options |= SMALL | dict.fromkeys(ARMS.get(arm, {}), 1)
         held_out = held_out.select(range(4))
-    rates = RATES[:1] if arm == BASE else RATES
     with tempfile.TemporaryDirectory() as directory:
         args = PopuLoRAConfig(directory, students=len(rates), **options)
         trainer = PopuLoRATrainer("tiny", right, args, train, held_out, peft_config=lora())
-        set_rates(trainer, rates)
         start = time.perf_counter()
         if arm != BASE:
             trainer.train()
@@ -99,12 +98,11 @@ def make_run(arm: str, seed: int, small: bool) -> dict[str, Any]:
 
 def describe(trainer: PopuLoRATrainer, evaluated: dict[str, float]) -> dict[str, dict[str, Any]]:
     """The members at the end: rate, version, reward by step, and held-out reward."""
-    rates = {group["member"]: group["lr"] for group in trainer.optimizer.param_groups}
     found = {}
     for member in trainer.population:
         key = f"member/{member.name}/reward"
         found[member.name] = {
-            "rate": rates[member.name],
+            "rate": member.settings.get("learning_rate", trainer.args.learning_rate),
             "version": member.version,
             "trained": [entry[key] for entry in trainer.state.log_history if key in entry],
             "held_out": evaluated[f"eval_{key}"],
