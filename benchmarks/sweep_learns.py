@@ -1,6 +1,6 @@
 """What a sweep in one run finds on the embedded base, and what evolution and successive halving add at equal rows.
 
-    OMP_NUM_THREADS=1 python benchmarks/sweep_learns.py --output runs/sweep_learns              # about ten minutes
+    OMP_NUM_THREADS=1 python benchmarks/sweep_learns.py --output runs/sweep_learns    # nine runs of 4 CPU minutes
     OMP_NUM_THREADS=1 python benchmarks/sweep_learns.py --output runs/more --seeds 0 1 2 3 4 5
     python benchmarks/sweep_learns.py --output runs/small --small      # walks through; figures mean nothing
 
