@@ -83,6 +83,10 @@ PREDICTED = {
     "share of the card's peak, update": "0.35",
 }
 VS_TRL = {"step against TRL's": "step_ratio_vs_trl", "update against TRL's": "update_ratio_vs_trl"}
+SWEEP = {
+    "eight runs of TRL against a sweep of eight": "sweep_speedup",
+    "experiments per hour": "experiments_per_hour",
+}
 ROUTING = {
     "8 members mixed against one, tokens/s": "mixed_vs_one",
     "mixed against one after the other": "mixed_vs_sequential",
@@ -179,6 +183,8 @@ def parts_on(model: str) -> tuple[Part, ...]:
     """The parts on a base of the user's, in bf16."""
     recipe = f"gpu_population.py recipes/Qwen2.5-0.5B-Instruct/config_2t2s.yaml --model {model} --steps 2"
     against = f"vs_trl.py --only step --model {model} --rounds 1 --steps 1"
+    sweep = f"sweep.py --model {model} --repeats 1 --steps 2 --stock-runs 2"
+    on_vllm = SWEEP | {"share of publishing in a run's time": "publish_share"}
     routing = f"vllm_routing.py --quick --model {model}"
     expected = {"step against TRL's": "0.6", "update against TRL's": "0.4"}
     small = f"{routing} --repeats 1 --tokens 8"
@@ -188,6 +194,8 @@ def parts_on(model: str) -> tuple[Part, ...]:
         Part(
             "your model, vs_trl on vLLM", 5, f"{against} --gpu --vllm", f"{against} --small --vllm", VS_TRL, expected
         ),
+        Part("your model, sweep", 5, f"{sweep} --gpu", f"{sweep} --small", SWEEP, {}),
+        Part("your model, sweep on vLLM", 5, f"{sweep} --gpu --vllm", f"{sweep} --small --vllm", on_vllm, {}),
         Part("your model, vllm_routing", 3, routing, small, ROUTING, ROUTING_EXPECTED),
     )
 

@@ -19,16 +19,19 @@ import gpu  # noqa: E402
 import gpu_population  # noqa: E402
 import ratings  # noqa: E402
 import scaling  # noqa: E402
+import sweep  # noqa: E402
+import sweep_learns  # noqa: E402
 
 from trl_populora.assets import tiny_base_path  # noqa: E402
 from trl_populora.population.members import Population  # noqa: E402
 from trl_populora.population.ratings import Match  # noqa: E402
+from trl_populora.tasks import load_seed_tasks  # noqa: E402
 
 from .without_extras import without_extras  # noqa: E402
 
 
 NEEDED = {"vllm_routing": ["vllm"], "7B in 4 bits": ["bitsandbytes"], "tests": ["vllm", "bitsandbytes"]}
-NEEDED["your model, vllm_routing"] = NEEDED["your model, vs_trl on vLLM"] = NEEDED["vllm_routing"]
+NEEDED |= {f"your model, {name}": ["vllm"] for name in ("vllm_routing", "vs_trl on vLLM", "sweep on vLLM")}
 ONLY_ON_A_GPU = {"gpu", "memory_gib", "used_gib", "logp_difference", "train_ratio_8_vs_1"}
 ONLY_ON_A_GPU |= {"share_of_peak.solve", "share_of_peak.update"}
 GPU_PARTS = (*gpu.PARTS, *gpu.parts_on(str(tiny_base_path())))
@@ -144,6 +147,84 @@ class TestScaling:
         assert {"rows_slope", "members_slope", "ranks_ratio_2"} <= figures.keys()
         assert {"propose", "solve", "update", "total"} <= figures["slopes"]["rows"].keys()
         assert done.stdout.count("slope") == 3 + done.stdout.splitlines()[-1].count("slope"), "three tables"
+
+
+def walk(script: str, *options: str) -> str:
+    """What a benchmark's small run prints."""
+    done = subprocess.run(
+        [sys.executable, script, "--small", *options],
+        env=without_extras() | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+class TestSweep:
+    def test_the_reward_is_the_kinds_own_judgement(self):
+        said = [
+            "```output\n[1, 2]\n```",
+            "```output\n[2, 1]\n```",
+            "[1, 2]",
+            "<think>\n[2]\n</think>\n```output\n7\n```",
+        ]
+        answers = ['["l",1,2]'] * 3 + ["7"]
+        completions = [[{"role": "assistant", "content": text}] for text in said]
+        assert sweep.right(completions, answers, member=["student_0"] * 4) == [1.0, 0.0, 0.0, 1.0]
+
+    def test_no_prompt_holds_its_answer_in_a_column_of_the_game(self):
+        table = sweep.pose(load_seed_tasks(), "compact")
+        assert table.column_names == ["prompt", "answer"]
+        assert len(table) == 86
+        assert table[0]["prompt"][0]["content"].startswith("solve code_o")
+
+    @pytest.mark.slow
+    def test_a_walk_has_every_figure_and_equal_work(self):
+        said = walk(sweep.__file__)
+        figures = gpu.figures_in(said)
+        assert {"sweep_speedup", "experiments_per_hour_trl", "peak_memory_ratio", "live_rows"} <= figures.keys()
+        assert "publish_share" not in figures
+        assert 0.3 < figures["tokens_ratio"] < 3, "few short samples"
+        assert "2 prompts x 2 attempts" in said
+
+
+class TestSweepLearns:
+    def test_training_rewards_choose_the_best_member_and_seeds_are_paired(self):
+        def line(arm, seed, *members):
+            told = [{"rate": rate, "trained": [0.0, 0.0, reward], "held_out": out} for rate, reward, out in members]
+            return {"arm": arm, "seed": seed, "members": {f"student_{place}": each for place, each in enumerate(told)}}
+
+        lines = [
+            line("base", 0, (1e-3, 0.0, 0.25)),
+            line("sweep", 0, (1e-3, 0.9, 0.5), (1e-2, 0.1, 0.75)),
+            line("sweep", 1, (1e-3, 0.2, 0.5), (1e-2, 0.3, 0.25)),
+            line("evolution", 1, (1e-3, 0.9, 0.5), (1e-3, 0.8, 1.0)),
+        ]
+        values = sweep_learns.summarise(lines)
+        assert values["base"] == {0: 0.25}
+        assert values["sweep, rate 0.01"] == {0: 0.75, 1: 0.25}
+        assert values["sweep, best"] == {0: 0.5, 1: 0.25}
+        assert values["evolution, mean of members"] == {1: 0.75}
+        assert values["evolution - sweep, best"] == {1: 0.25}
+        assert "halving - sweep, best" not in values
+
+    @pytest.mark.slow
+    def test_a_walk_makes_each_run_once(self, tmp_path):
+        given = ("--seeds", "0", "--output", str(tmp_path), "--arms")
+        first = walk(sweep_learns.__file__, *given, "sweep")
+        both = walk(sweep_learns.__file__, *given, "sweep", "evolution")
+        assert [re.findall("seed 0, ([a-z]+):", said) for said in (first, both)] == [["base", "sweep"], ["evolution"]]
+        lines = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
+        assert [line["arm"] for line in lines] == ["base", "sweep", "evolution"]
+        base, plain, evolved = (line["members"] for line in lines)
+        assert [member["rate"] for member in plain.values()] == list(sweep_learns.RATES)
+        assert [len(member["trained"]) for member in plain.values()] == [3] * 4
+        assert [member["trained"] for member in base.values()] == [[]]
+        assert any(member["version"] for member in evolved.values())
+        figures = gpu.figures_in(both)
+        assert figures["evolution - sweep, best"]["half"] is None, "one seed says nothing about others"
 
 
 class TestRatings:
