@@ -21,7 +21,7 @@ import inspect
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -239,6 +239,7 @@ class PopuLoRAConfig(GRPOConfig):
     if TYPE_CHECKING:  # fields of GRPOConfig that `__post_init__` assigns
         generation_batch_size: int | None
         num_generations_eval: int | None
+        steps_per_generation: int  # `None` until then
         gradient_accumulation_steps: int
         ddp_find_unused_parameters: bool | None
         max_grad_norm: float
@@ -451,13 +452,8 @@ class PopuLoRAConfig(GRPOConfig):
         """Lists the options that only the game has, and that differ from their defaults."""
         inherited = {each.name for each in fields(GRPOConfig)}
         own = [each for each in fields(self) if each.name not in inherited | _SHARED_OPTIONS]
-        defaults = {
-            each.name: each.default_factory() if each.default is MISSING else each.default  # type: ignore[misc]
-            for each in own
-        }
-        return [name for name, default in defaults.items() if self._given[name] != default] + (
-            ["teachers"] if self._given["teachers"] else []
-        )
+        changed = [each.name for each in own if self._given[each.name] != _make_default(each)]
+        return changed + (["teachers"] if self._given["teachers"] else [])
 
     def for_game(self) -> PopuLoRAConfig:
         """
@@ -480,7 +476,7 @@ class PopuLoRAConfig(GRPOConfig):
         later = {name: getattr(self, name) for name, value in self._settled.items() if getattr(self, name) != value}
         given = self._given | later
         settled = object.__new__(type(self))
-        vars(settled).update(given, _given=given, _no_game=None, member_values={})
+        settled.__dict__.update(given, _given=given, _no_game=None, member_values={})
         settled._settle_for_prompts()
         return settled
 
@@ -583,6 +579,7 @@ class PopuLoRAConfig(GRPOConfig):
             `ValueError`: If TRL would refuse the numbers, or if an optimizer step is no whole part of a generation or
                 the other way round.
         """
+        assert self.num_generations is not None, "`_check_numbers` sets it"
         size, accumulation = self.per_device_train_batch_size * _count_processes(), self.gradient_accumulation_steps
         rows = self.generation_batch_size
         if rows is not None and self.steps_per_generation is not None:
@@ -619,7 +616,6 @@ class PopuLoRAConfig(GRPOConfig):
     @property
     def optimizer_steps_per_generation(self) -> int:
         """Optimizer steps from one generation to the next, at least 1."""
-        assert self.steps_per_generation is not None, "TRL sets it"
         return max(1, self.steps_per_generation // self.gradient_accumulation_steps) * self.num_iterations
 
     def to_dict(self):
@@ -699,9 +695,9 @@ class PopuLoRAConfig(GRPOConfig):
             check_no_teachers(vars(self), self.__dataclass_fields__)
         self._size.check_groups(_count_processes())
 
-    def _check_choices(self, scales: Sequence[str | bool]):
+    def _check_choices(self, scales: Collection[str | bool]):
         """Refuses unknown names, options that couple members, and `beta` with `teacher_beta`."""
-        choices: dict[str, Iterable[object]] = {
+        choices: dict[str, Collection[object]] = {
             "loss_type": LOSS_NORMALISERS,
             "scale_rewards": scales,
             "member_prompts": PROMPT_STREAMS,
@@ -743,6 +739,11 @@ class PopuLoRAConfig(GRPOConfig):
         return self._size.count_micro_batches(world)
 
 
+def _make_default(option: Field) -> Any:
+    """Makes the default value of an option."""
+    return option.default_factory() if option.default is MISSING else option.default  # type: ignore[operator]
+
+
 def settle_for_prompts(args: GRPOConfig) -> PopuLoRAConfig:
     """
     Returns the config of a dataset run.
@@ -759,15 +760,11 @@ def settle_for_prompts(args: GRPOConfig) -> PopuLoRAConfig:
     given = {each.name: getattr(args, each.name) for each in fields(args) if each.init}
     known = {each.name: each for each in fields(PopuLoRAConfig)}
     settled = object.__new__(PopuLoRAConfig)
-    own = {
-        name: each.default_factory() if each.default is MISSING else each.default  # type: ignore[misc]
-        for name, each in known.items()
-        if name not in given and each.init
-    }
+    own = {name: _make_default(each) for name, each in known.items() if name not in given and each.init}
     # TRL has derived one from the other, and would refuse both.
     given["generation_batch_size"] = None
-    vars(settled).update(own, **{name: value for name, value in given.items() if name in known})
-    vars(settled).update(_given=dict(vars(settled)), _no_game=None, member_values={})
+    settled.__dict__.update(own, **{name: value for name, value in given.items() if name in known})
+    settled.__dict__.update(_given=dict(vars(settled)), _no_game=None, member_values={})
     settled._settle_for_prompts()
     return settled
 

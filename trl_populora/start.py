@@ -118,7 +118,8 @@ def check_setup(
     check_is_base(source, (args.model_init_kwargs or {}).get("revision"))
     if args.use_vllm:
         if args.vllm_mode == "colocate":
-            check_engine_arguments(args.vllm_engine_kwargs or {}, args.slots, lora_config)
+            arguments: Any = args.vllm_engine_kwargs or {}
+            check_engine_arguments(arguments, args.slots, lora_config)
         check_vllm(source, args, lora_config)
 
 
@@ -654,7 +655,7 @@ def make_prompt_inputs(
     elif eval_dataset is not None:
         tables["eval_dataset"] = eval_dataset
     check_reward_arguments(functions, tables)
-    assert args.generation_batch_size is not None, "TRL sets it"
+    assert args.generation_batch_size is not None and args.num_generations is not None, "the config is settled"
     prompts = args.generation_batch_size // args.students // args.num_generations
     if len(train_dataset) < prompts:
         raise ValueError(
@@ -780,7 +781,7 @@ def read_member_settings(
             "Start the run with a `beta` above 0."
         )
     trial = copy.copy(args)
-    vars(trial).update(given)
+    trial.__dict__.update(given)
     check_numbers(trial)
     check_bounds(trial, BOUNDS)
     return (known if like is None else dict(like.settings)) | dict(given)

@@ -284,8 +284,8 @@ class PopuLoRATrainer(HubTrainer):
         }
         if not plays:
             optimizer_steps = args.optimizer_steps_per_generation // args.num_iterations
-            self.scorer = PromptScorer(
-                attempts=args.num_generations,
+            self.scorer: Scorer = PromptScorer(
+                attempts=self.num_generations,
                 optimizer_steps=optimizer_steps,
                 rows_of_all=args.generation_batch_size,
                 micro_batches=args.steps_per_generation,
@@ -498,7 +498,7 @@ class PopuLoRATrainer(HubTrainer):
     def _evaluate_prompts(self, tables: Any, ignore_keys: list[str] | None, prefix: str) -> dict[str, float]:
         """Lets every member answer the prompts of `eval_dataset`, as TRL evaluates, and adds figures by member."""
         if isinstance(tables, dict):
-            found = {}
+            found: dict[str, float] = {}
             for name, table in tables.items():
                 found |= self._evaluate_prompts(table, ignore_keys, f"{prefix}_{name}")
             return found
@@ -532,6 +532,7 @@ class PopuLoRATrainer(HubTrainer):
         known = [mean for mean in means.values() if not math.isnan(mean)]
         figures |= {"reward_best": max(known, default=math.nan), "reward_worst": min(known, default=math.nan)}
         if known:
+            assert self.scores is not None, "only a dataset run has rewards to evaluate"
             self.scores.note_evaluation(
                 self._members_step, {self.population[name].identity: mean for name, mean in means.items()}
             )
@@ -549,6 +550,7 @@ class PopuLoRATrainer(HubTrainer):
         if self.game is not None:
             return super()._get_train_sampler(dataset)
         args, members = self.args, len(self.population.adapters)
+        assert args.generation_batch_size is not None, "TRL sets it"
         own = args.generation_batch_size // members
         # With prompts of their own, members draw from their own seeds, or else from seeds that no two share.
         seeds = [args.seed] * members
@@ -632,6 +634,7 @@ class PopuLoRATrainer(HubTrainer):
             slots, played.records, played.worth.rewards, played.rewards, self.reward_func_names, lengths
         )
         means = {member.name: figures[f"member/{slot}/reward"] for slot, member in slots.items() if member}
+        assert self.scores is not None, "a dataset run has them"
         self.scores.trained = {self.population[name].identity: mean for name, mean in means.items()}
         if self.args.member_prompts == "shared":
             rate_by_rewards(self.population, means)
@@ -644,6 +647,7 @@ class PopuLoRATrainer(HubTrainer):
 
     def _play(self, prompts: list, trainer: GRPOTrainer) -> dict[str, Any]:
         """TRL's `rollout_func`: plays one step. The placeholder prompts only say how many rows TRL expects."""
+        assert self.game is not None, "a dataset run has `_answer` in this place"
         played = play_step(self.game, self.state.global_step, self._reward)
         if len(played.rows) != len(prompts):
             raise RuntimeError(f"The step played {len(played.rows)} rows, TRL expects {len(prompts)}.")
@@ -1076,7 +1080,7 @@ class PopuLoRATrainer(HubTrainer):
     @property
     def _stateful(self) -> dict[str, Any]:
         """The objects whose `state_dict` goes into `game.json`, by their names there."""
-        found = {"population": self.population, "held_out": self.held_out, "scores": self.scores}
+        found: dict[str, Any] = {"population": self.population, "held_out": self.held_out, "scores": self.scores}
         found["halving"] = self.halving
         if self.game is not None:
             found |= {"matchmaker": self.game.matchmaker, "features": self.game.features}

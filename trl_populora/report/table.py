@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -119,9 +120,8 @@ def compare_evaluations(run: Run) -> tuple[tuple[int, int], list[Change]]:
     for table in run.tables if not run.game else ():
         words = f"evaluation{f' ({name})' if (name := name_table(table)) else ''}"
         for entry_of, name in ((_average_members, "mean"), (_pick_best, "the best member")):
-            found.append(
-                Change(f"{words}: reward, {name}", "number", *(entry_of(each, table) for each in (first, last)))
-            )
+            figures = entry_of(first, table), entry_of(last, table)
+            found.append(Change(f"{words}: reward, {name}", "number", figures[0], figures[1]))
     for table in run.tables if run.game else ():
         words = f"held-out tasks{f' ({name})' if (name := name_table(table)) else ''}"
         rows = [("solve_rate_mean", "base/solve_rate", f"{words}: attempts right")]
@@ -233,7 +233,7 @@ def list_members(population: Mapping[str, Any], members: Iterable[Mapping[str, A
         settings = [member.get("settings") or {} for member in shown]
         names = {name: None for own in settings for name in own}  # in the order of the settings
         for name in (name for name in names if len({str(own.get(name)) for own in settings}) > 1):
-            columns[name] = lambda member, name=name: _format_setting((member.get("settings") or {}).get(name))
+            columns[name] = partial(_format_setting_of, name)
         columns["reward"] = lambda member: _format_reward(member.get("reward"))
         if any(member.get("eval_reward") is not None for member in shown):
             columns["eval reward"] = lambda member: _format_reward(member.get("eval_reward"))
@@ -269,7 +269,9 @@ def _format_reward(reward: float | None) -> str:
     return "-" if reward is None or reward != reward else f"{reward:+.3f}"
 
 
-def _format_setting(value: Any) -> str:
+def _format_setting_of(name: str, member: Mapping[str, Any]) -> str:
+    """Formats a setting of a member; `-` if it has none."""
+    value = (member.get("settings") or {}).get(name)
     return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 

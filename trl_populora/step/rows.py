@@ -185,7 +185,8 @@ class Played:
     One step as it was played.
 
     Args:
-        rows: This rank's, as [`make_rows`] orders them.
+        rows: This rank's, as [`make_rows`] orders them; in a dataset run
+            [`~trl_populora.step.prompts.PromptRow`]s.
         records: The rows of all ranks in the order of ranks, as [`Row.record`] tells them.
         slots: This rank's slots, from which the rows were made; none after a resume.
         tasks: Accepted proposals of all ranks; none after a resume.
@@ -200,7 +201,7 @@ class Played:
     [`~trl_populora.step.advantages.Scorer.score`] sets the others. After a resume all four are absent.
     """
 
-    rows: list[Row]
+    rows: list[Any]
     records: list[dict[str, Any]]
     slots: list[Slot] = field(default_factory=list)
     tasks: list[Task] = field(default_factory=list)
@@ -252,7 +253,7 @@ class Played:
         return {"rows": rows, "records": self.records, "seconds": {**self.seconds}, "metrics": {**self.metrics}}
 
     @classmethod
-    def from_state(cls, state: dict[str, Any], row_class: type = Row) -> Played:
+    def from_state(cls, state: dict[str, Any], row_class: type[Any] = Row) -> Played:
         """
         Makes an object of what `state_dict` returned. Row fields that this version does not know are left out.
 
