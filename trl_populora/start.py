@@ -655,7 +655,8 @@ def make_prompt_inputs(
     elif eval_dataset is not None:
         tables["eval_dataset"] = eval_dataset
     check_reward_arguments(functions, tables)
-    assert args.generation_batch_size is not None and args.num_generations is not None, "the config is settled"
+    assert args.generation_batch_size is not None, "the config is settled"
+    assert args.num_generations is not None, "the config is settled"
     prompts = args.generation_batch_size // args.students // args.num_generations
     if len(train_dataset) < prompts:
         raise ValueError(
