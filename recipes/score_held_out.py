@@ -47,7 +47,7 @@ from trl_populora.hub.warm_start import write_adapter
 from trl_populora.lora.layers import BASE_NAME
 from trl_populora.lora.members import read_member, write_member
 from trl_populora.run.read import read_chat_template, read_population
-from trl_populora.run.saved_population import SAMPLING, Shape, check_one_moment
+from trl_populora.run.saved_population import SAMPLING, Shape, check_one_moment, check_plays
 from trl_populora.tasks import Task, choose_kinds, load_seed_tasks, resolve_kind
 from trl_populora.tasks.python.reading import has_thinking
 
@@ -91,8 +91,8 @@ def find_contenders(options: argparse.Namespace, tasks: Sequence[Task]) -> dict[
     adapter's weights, the base, and how it is asked.
 
     Raises:
-        ValueError: If a run cannot be read, was not saved to its end or does not play a task's kind, if two runs have
-            one name or other bases, if there is no adapter in `--start`.
+        ValueError: If a run cannot be read, was not saved to its end, was trained on prompts or does not play a task's
+            kind, if two runs have one name or other bases, if there is no adapter in `--start`.
     """
     for file in ADAPTER_FILES if options.start else ():
         if not (options.start / file).is_file():
@@ -101,6 +101,7 @@ def find_contenders(options: argparse.Namespace, tasks: Sequence[Task]) -> dict[
     for run in map(Path, options.runs):
         saved = read_population(run)
         check_one_moment(run, saved)
+        check_plays(run, saved)
         played = choose_kinds(str(run), saved["settings"]["task_kinds"], options.task_kinds)
         kinds = [resolve_kind(kind).name for kind in played]
         if strange := ", ".join(sorted({task.kind for task in tasks} - set(kinds))):

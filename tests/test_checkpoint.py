@@ -139,13 +139,14 @@ def steps_played(run: Path) -> list[int]:
 
 
 class TestKill:
-    def test_killed_at_random_moments(self, base, tmp_path, monkeypatch):
+    @pytest.mark.parametrize("sort", [{}, ON_PROMPTS], ids=["game", "prompts"])
+    def test_killed_at_random_moments(self, base, tmp_path, monkeypatch, sort):
         """Saves take a good part of the time here, so that kills fall into them."""
         for name, value in without_extras().items():
             monkeypatch.setenv(name, value)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.populora_run", "trl_populora.trainer"])
-        settings = {"max_steps": 6, "save_steps": 1, "save_total_limit": 2}
+        settings = sort | {"max_steps": 6, "save_steps": 1, "save_total_limit": 2}
         rng = random.Random(0)
         warm_up = context.Process(target=len, args=("",))  # the first process waits for the server's imports
         warm_up.start()

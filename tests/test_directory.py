@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from transformers import TrainerCallback
 
-from tests.populora_run import EVALUATED, assert_equal, make_trainer, state_of
+from tests.populora_run import ON_PROMPTS, assert_equal, make_trainer, state_of
 from tests.without_extras import without_extras
 from trl_populora.report.load import load_run
 from trl_populora.run.checkpoint import find_newest
@@ -39,14 +39,14 @@ def contents(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in paths}
 
 
-@pytest.fixture(scope="module")
-def four(base, tmp_path_factory) -> tuple[Path, dict]:
-    """A finished run of four steps, which nobody changes, and its state."""
+@pytest.fixture(scope="module", params=[SAVING, ON_PROMPTS | SAVING | {"lr_scheduler_type": "constant"}], ids=["game", "prompts"])
+def four(request, base, tmp_path_factory) -> tuple[Path, dict, dict]:
+    """A finished run of four steps, which nobody changes, its state and its settings."""
     root = tmp_path_factory.mktemp("four") / "run"
-    trainer = make_trainer(base, str(root), SAVING | {"max_steps": 4})
+    trainer = make_trainer(base, str(root), request.param | {"max_steps": 4})
     trainer.train()
     trainer.save_model()
-    return root, state_of(trainer)
+    return root, state_of(trainer), request.param
 
 
 class TestRecords:
@@ -69,7 +69,7 @@ class TestRecords:
     def test_a_start_where_a_run_lies_is_refused_and_changes_nothing(self, base, four):
         root, before = four[0], contents(four[0])
         told = r"run holds a run. `--resume`, or `train\(resume_from_checkpoint=True\)`, .* another `output_dir`"
-        trainer = make_trainer(base, str(root), {"max_steps": 1})
+        trainer = make_trainer(base, str(root), four[2] | {"max_steps": 1})
         for checkpoint in (None, False):
             with pytest.raises(ValueError, match=told):
                 trainer.train(resume_from_checkpoint=checkpoint)
@@ -87,7 +87,7 @@ class TestRecords:
 
     def test_a_refused_resume_gives_no_right_to_begin(self, base, four):
         before = contents(four[0])
-        trainer = make_trainer(base, str(four[0]), SAVING | {"max_steps": 5, "seed": 7})
+        trainer = make_trainer(base, str(four[0]), four[2] | {"max_steps": 5, "seed": 7})
         with pytest.raises(ValueError, match="`seed` was 42, is 7"):
             trainer.train(resume_from_checkpoint=True)
         with pytest.raises(ValueError, match="holds a run"):
@@ -97,15 +97,15 @@ class TestRecords:
     def test_an_earlier_checkpoint_is_resumed_in_another_directory_alone(self, base, four, tmp_path):
         root, before = four[0], contents(four[0])
         earlier = str(root / "checkpoint-2")
-        trainer = make_trainer(base, str(root), SAVING | {"max_steps": 4})
+        trainer = make_trainer(base, str(root), four[2] | {"max_steps": 4})
         with pytest.raises(
             ValueError, match=r"went on after .*checkpoint-2, to .*checkpoint-4. .* another `output_dir`"
         ):
             trainer.train(resume_from_checkpoint=earlier)
-        branch = make_trainer(base, str(tmp_path), SAVING | {"max_steps": 3})
+        branch = make_trainer(base, str(tmp_path), four[2] | {"max_steps": 3})
         branch.train(resume_from_checkpoint=earlier)
         assert contents(root) == before
-        branch = make_trainer(base, str(tmp_path), SAVING | {"max_steps": 4})
+        branch = make_trainer(base, str(tmp_path), four[2] | {"max_steps": 4})
         branch.train(resume_from_checkpoint=True)
         assert_equal(four[1], state_of(branch))
         branched = contents(tmp_path)
@@ -119,9 +119,9 @@ class TestRecords:
         with pytest.raises(
             ValueError, match="`max_steps=3`, but .*checkpoint-4 has reached step 4. Raise `max_steps`"
         ):
-            make_trainer(base, str(run), SAVING | {"max_steps": 3}).train(resume_from_checkpoint=True)
+            make_trainer(base, str(run), four[2] | {"max_steps": 3}).train(resume_from_checkpoint=True)
         assert contents(run) == before
-        trainer = make_trainer(base, str(run), SAVING | {"max_steps": 4})
+        trainer = make_trainer(base, str(run), four[2] | {"max_steps": 4})
         trainer.train(resume_from_checkpoint=True)
         assert trainer.state.global_step == 4
         assert "has reached the last step, 4: nothing is trained. Raise `max_steps`." in caplog.text
@@ -131,7 +131,7 @@ class TestRecords:
         for step in (3, 4):
             (run / f"checkpoint-{step}" / "game.json").unlink()
         broken = contents(run / "checkpoint-4")
-        trainer = make_trainer(base, str(run), SAVING | {"max_steps": 3})
+        trainer = make_trainer(base, str(run), four[2] | {"max_steps": 3})
         trainer.train(resume_from_checkpoint=True)
         assert [path.name for path in sorted(run.glob("rollouts/*"))] == [f"step_0000{n}.parquet" for n in (1, 2, 3)]
         assert [line["step"] for line in read_lines(run / "metrics.jsonl")] == [1, 2, 3]
@@ -158,12 +158,13 @@ class Hold(TrainerCallback):
             time.sleep(600)
 
 
-def train(base: str, run: str, told: Any, hold: bool, rank: int, world: int, port: int) -> None:
+def train(base: str, run: str, sort: dict, told: Any, hold: bool, rank: int, world: int, port: int) -> None:
     """A process of a run, which says how it ended."""
     if world > 1:
         ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
         os.environ.update({name: str(value) for name, value in ranks.items()}, MASTER_ADDR="127.0.0.1")
-    trainer = make_trainer(base, run, {"max_steps": 2, "save_steps": 1, "per_device_train_batch_size": 12 // world})
+    settings = {"max_steps": 2, "save_steps": 1, "per_device_train_batch_size": 12 // world}
+    trainer = make_trainer(base, run, settings | sort)
     if hold:
         trainer.add_callback(Hold(told))
     try:
@@ -177,8 +178,8 @@ def train(base: str, run: str, told: Any, hold: bool, rank: int, world: int, por
 
 class TestLock:
     @pytest.mark.multiprocess
-    @pytest.mark.parametrize("world", [1, 2])
-    def test_a_run_keeps_others_out_until_it_is_killed(self, base, tmp_path, monkeypatch, world):
+    @pytest.mark.parametrize(("world", "sort"), [(1, {}), (2, {}), pytest.param(1, ON_PROMPTS, id="prompts")])
+    def test_a_run_keeps_others_out_until_it_is_killed(self, base, tmp_path, monkeypatch, world, sort):
         for name, value in without_extras().items():
             monkeypatch.setenv(name, value)
         context = multiprocessing.get_context("forkserver")
@@ -192,7 +193,7 @@ class TestLock:
                 port = free.getsockname()[1]
             ends = [context.Pipe(duplex=False) for _ in range(world)]
             processes = [
-                context.Process(target=train, args=(base, str(run), told, hold, rank, world, port))
+                context.Process(target=train, args=(base, str(run), sort, told, hold, rank, world, port))
                 for rank, (_, told) in enumerate(ends)
             ]
             for process in processes:
@@ -213,7 +214,7 @@ class TestLock:
                 process.join()
             assert contents(run) == before
             if world == 1:
-                self.check_readers(base, run, tmp_path)
+                self.check_readers(base, run, tmp_path, sort)
         finally:
             for process in holders:
                 os.kill(process.pid, signal.SIGKILL)
@@ -225,12 +226,12 @@ class TestLock:
         assert [line["step"] for line in read_lines(run / "metrics.jsonl")] == [1, 2]
 
     @staticmethod
-    def check_readers(base: str, run: Path, tmp_path: Path) -> None:
+    def check_readers(base: str, run: Path, tmp_path: Path, sort: dict) -> None:
         """Who reads a run that goes on, or evaluates and saves beside it, is not kept out."""
         assert load_run(run).step == 1
         before = contents(run)
         settings = {"max_steps": 1, "save_strategy": "no", "warm_start": str(run / "checkpoint-1")}
-        beside = make_trainer(base, str(run), settings | EVALUATED)
+        beside = make_trainer(base, str(run), sort | settings | {"evaluated": True})
         beside.evaluate()
         beside.save_model(str(tmp_path / "elsewhere"))
         assert (tmp_path / "elsewhere" / "population.json").exists()

@@ -13,7 +13,7 @@ from accelerate.commands.launch import deepspeed_launcher, multi_gpu_launcher
 from torch.distributed.launcher.api import LaunchConfig
 from transformers import TrainerCallback
 
-from tests.populora_run import EVALUATED, make_trainer
+from tests.populora_run import EVALUATED, ON_PROMPTS, make_trainer
 from trl_populora.lora.members import read_saved_step
 from trl_populora.run.callbacks import StopAtSignals
 from trl_populora.run.checkpoint import find_newest, is_disk_full
@@ -34,7 +34,7 @@ class Send(TrainerCallback):
 
 def train(base, run, numbers, error, **settings):
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    trainer = make_trainer(base, str(run), {"max_steps": 4, "save_steps": 3} | settings)
+    trainer = make_trainer(base, str(run), settings | {"max_steps": 4, "save_steps": 3})
     trainer.add_callback(Send(*numbers))
     with pytest.raises(error) as stop:
         trainer.train()
@@ -42,9 +42,16 @@ def train(base, run, numbers, error, **settings):
     return stop.value
 
 
-@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
-def test_a_signal_leaves_a_checkpoint_and_says_how_to_continue(base, tmp_path, caplog, number, error):
-    stop = train(base, tmp_path, [number], error)
+@pytest.mark.parametrize(
+    ("number", "error", "sort"),
+    [
+        (signal.SIGINT, KeyboardInterrupt, {}),
+        (signal.SIGTERM, SystemExit, {}),
+        pytest.param(signal.SIGINT, KeyboardInterrupt, ON_PROMPTS, id="prompts"),
+    ],
+)
+def test_a_signal_leaves_a_checkpoint_and_says_how_to_continue(base, tmp_path, caplog, number, error, sort):
+    stop = train(base, tmp_path, [number], error, **sort)
     assert find_newest(str(tmp_path)) == str(tmp_path / "checkpoint-2")
     assert f"Stopped after step 2 of 4. {tmp_path}/checkpoint-2 is whole: `--resume`" in caplog.text
     assert number == signal.SIGINT or stop.code == 143

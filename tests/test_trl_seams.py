@@ -37,6 +37,7 @@ METHODS = {
     (Trainer, "push_to_hub"): "self commit_message blocking token revision kwargs",
     (Trainer, "_push_from_checkpoint"): "self checkpoint_folder",
     (Trainer, "_finish_current_push"): "self",
+    (Trainer, "set_initial_training_values"): "self args dataloader",
     (Trainer, "pop_callback"): "self callback",
 }
 

@@ -157,6 +157,7 @@ class PopuLoRATrainer(HubTrainer):
     _table = ""  # name of the table of `eval_dataset` that is evaluated, where there are several
     _asked: list[dict[str, Any]]  # the rows of the dataset that TRL's loop has given last
     _closed = False
+    _reached = 0  # optimizer steps of the checkpoint that training goes on from
     _resumed: checkpoint.RankState | None = None  # loaded with a checkpoint, until its loss is added
     _best_step: int | None = None  # optimizer steps of the best members, once they are loaded at the end
 
@@ -390,11 +391,17 @@ class PopuLoRATrainer(HubTrainer):
         try:
             with self.directory, StopAtSignals(self):
                 found = self.directory.claim(resume_from_checkpoint)
+                self._reached = 0 if found is None else read_population(found)["step"]
                 if found is not None:
-                    checkpoint.check_steps_left(found, self.args.max_steps)
+                    checkpoint.check_steps_left(found, self._reached, self.args.max_steps)
                 return super().train(resume_from_checkpoint=found, **kwargs)
         finally:
             self.close()
+
+    def set_initial_training_values(self, args, dataloader):
+        epochs, *others, last_step = super().set_initial_training_values(args, dataloader)
+        # transformers asks for the end after a step, so it would train one more on a run that ended amid an epoch.
+        return (epochs if self._reached < last_step else 0, *others, last_step)
 
     def _forget_unfinished_step(self) -> None:
         """Drops the rows and figures of a training that ended within a step."""

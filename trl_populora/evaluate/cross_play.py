@@ -43,7 +43,14 @@ from trl_populora.report.charts import WIDTH, draw_payoff, save_picture
 from trl_populora.report.table import format_percent
 from trl_populora.run.checkpoint import write_member_file
 from trl_populora.run.read import read_chat_template, read_population
-from trl_populora.run.saved_population import SAMPLING, Shape, check_one_moment, check_same_shape, read_lora
+from trl_populora.run.saved_population import (
+    SAMPLING,
+    Shape,
+    check_one_moment,
+    check_plays,
+    check_same_shape,
+    read_lora,
+)
 from trl_populora.step.player import Completion, Messages, Player
 from trl_populora.step.referee import Referee, Written
 from trl_populora.tasks import TASK_KINDS, choose_kinds, resolve_kind
@@ -243,15 +250,17 @@ def assemble(
             population needs.
 
     Raises:
-        `ValueError`: If a population is given twice, cannot be read, or does not fit the first one; if the first one
-            was trained on a user's own kind and `task_kinds` is not given; or if tasks to draw references from are
-            missing.
+        `ValueError`: If a population is given twice, cannot be read, is a dataset run, or does not fit the first one;
+            if the first one was trained on a user's own kind and `task_kinds` is not given; or if tasks to draw
+            references from are missing.
     """
     roots = [fetch(run) for run in runs]
     # 1. What the files say: settings, kinds, and the tasks that teachers are shown.
     if len({root.resolve() for root in roots}) < len(roots):
         raise ValueError(f"A population plays once, but `runs` names one twice: {', '.join(runs)}.")
     saved = [read_population(root) for root in roots]
+    for run, theirs in zip(runs, saved, strict=True):
+        check_plays(run, theirs)
     kinds_played = choose_kinds(runs[0], saved[0]["settings"]["task_kinds"], task_kinds)
     args = _settings_of(saved[0], settings | {"task_kinds": kinds_played})
     others = {run: theirs["settings"]["task_kinds"] for run, theirs in zip(runs, saved, strict=True)}

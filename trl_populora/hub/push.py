@@ -37,7 +37,7 @@ from trl_populora.report.page import build_page, load_shown
 from trl_populora.report.plots import draw_plots
 from trl_populora.run.checkpoint import Staging
 from trl_populora.run.read import POPULATION_FILE, read_population
-from trl_populora.run.saved_population import check_one_moment, find_best_adapter
+from trl_populora.run.saved_population import check_one_moment, check_plays, find_best_adapter
 
 
 logger = logging.getLogger(__name__)
@@ -248,11 +248,12 @@ def push_archive(run: str | Path, repo: str, token: str | None = None, private: 
         `str`: URL of the commit.
 
     Raises:
-        `ValueError`: If the directory holds no `population.json` or no archive, or if the two are from different
-            steps.
+        `ValueError`: If the directory holds no `population.json` or no archive, as that of a dataset run, or if the
+            two are from different steps.
         `RuntimeError`: If the upload fails. The message says why, and how to complete it.
     """
     path, population = Path(run, "archive.parquet"), read_population(run)
+    check_plays(run, population)
     card = format_archive_card(path, population, repo)
     # No adapter is uploaded here, so only the archive's step is compared.
     check_one_moment(Path(run), population, adapters=())

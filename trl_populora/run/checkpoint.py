@@ -120,14 +120,13 @@ def check_optimizer_state(checkpoint: str, accelerator: Accelerator) -> None:
     )
 
 
-def check_steps_left(checkpoint: str, max_steps: int) -> None:
+def check_steps_left(checkpoint: str, reached: int, max_steps: int) -> None:
     """
     Checks that a resumed run has steps to train. Warns if it has reached its end already.
 
     Raises:
         `ValueError`: If the checkpoint is from a later step than the run's last one.
     """
-    reached = read_population(checkpoint)["step"]
     if max_steps <= 0:  # epochs decide
         return
     if reached > max_steps:

@@ -412,6 +412,24 @@ def check_one_moment(root: Path, saved: Mapping[str, Any], adapters: Sequence[st
             )
 
 
+def check_plays(run: str | Path, saved: Mapping[str, Any]) -> None:
+    """
+    Refuses a dataset run where the tasks of a game are needed.
+
+    Args:
+        run: Name of the run, for the error.
+        saved: Contents of its `population.json`.
+
+    Raises:
+        `ValueError`: If it is one.
+    """
+    if saved.get("train_prompts"):
+        raise ValueError(
+            f"{run} was trained on a dataset of prompts: it has no archive of tasks, and its members neither propose "
+            "nor solve any. `populora info` compares its members, and `recipes/evaluate.py` runs benchmarks on them."
+        )
+
+
 def find_best_adapter(root: Path) -> Path:
     """
     Finds the directory of the best student's adapter in a saved population.

@@ -1,0 +1,166 @@
+"""A dataset run by way of the Hub, `export`, `warm_start` and the commands that read a run."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.populora_run import ON_PROMPTS, make_trainer
+from tests.recipe_runs import RECIPES
+from tests.small_run import small_trainer
+from trl_populora import cli
+from trl_populora.hub.export import export_member
+from trl_populora.hub.push import push_run
+from trl_populora.lora.members import read_member, write_member
+from trl_populora.run.read import read_population
+
+
+SETTINGS = ON_PROMPTS | {"students": 2, "evolve_every": 0, "max_steps": 2, "save_strategy": "no"}
+IDS = torch.arange(20)[None]
+
+
+@pytest.fixture(scope="module")
+def trained(random_base, tmp_path_factory):
+    """A dataset run of two members and two steps, saved; nobody writes into it."""
+    trainer = make_trainer(random_base, str(tmp_path_factory.mktemp("prompts") / "run"), SETTINGS)
+    trainer.train()
+    trainer.save_model()
+    return trainer
+
+
+@pytest.fixture
+def run(trained, tmp_path) -> str:
+    """A copy of its directory."""
+    return str(shutil.copytree(trained.args.output_dir, tmp_path / "run"))
+
+
+def say(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(IDS).logits.log_softmax(-1)
+
+
+def say_live(trainer, *names: str) -> list[torch.Tensor]:
+    found = []
+    for name in names:
+        with trainer.member(name):
+            found.append(say(trainer.model))
+    return found
+
+
+def load_base(base: str):
+    return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+
+
+def test_a_pushed_run_loads_by_its_card_and_tells_about_itself(hub, trained, run, random_base, capsys):
+    push_run(run, "me/prompts")
+    files = hub.repos["me/prompts"]
+    assert "archive.parquet" not in files
+    card, scope, saved = files["README.md"].decode(), {}, read_population(run)
+    assert set(re.findall(r"members/\w+", card)) == {"members/student_0", "members/student_1"}
+    exec(re.search(r"```python\n(.*?)```", card, re.S)[1], scope)
+    names = [saved["best_student"], "student_0", "student_1"]
+    loaded = [scope["model"]]
+    for name in names[1:]:
+        loaded.append(PeftModel.from_pretrained(load_base(random_base), "me/prompts", subfolder=f"members/{name}"))
+    for model, wanted in zip(loaded, say_live(trained, *names), strict=True):
+        assert torch.allclose(say(model), wanted, atol=1e-5)
+    capsys.readouterr()
+    cli.main(["info", "me/prompts"])
+    assert "student_1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("merge", [False, True], ids=["adapter", "merged"])
+def test_an_exported_member_says_what_it_says_in_the_run(trained, random_base, tmp_path, merge):
+    out = tmp_path / "out"
+    assert export_member(trained.args.output_dir, out, "student_1", merge) == "student_1"
+    model = load_base(out if merge else random_base)
+    found = say(model if merge else PeftModel.from_pretrained(model, out))
+    (wanted,) = say_live(trained, "student_1")
+    assert torch.allclose(found, wanted, atol=1e-5)
+    assert AutoTokenizer.from_pretrained(out)
+
+
+def test_the_mean_of_all_members_is_exported(trained, tmp_path, random_base):
+    export_member(trained.args.output_dir, tmp_path / "mean", merge=True, merge_students=True)
+    states = {}
+    for name in trained.population.names:
+        export_member(trained.args.output_dir, tmp_path / name, name, merge=True)
+        states[name] = load_base(tmp_path / name).state_dict()
+    mean = load_base(tmp_path / "mean").state_dict()
+    for key, value in mean.items():
+        assert torch.allclose(value, (states["student_0"][key] + states["student_1"][key]) / 2, atol=1e-6), key
+
+
+class TestWarmStart:
+    def test_from_a_dataset_run_with_another_number_of_members(self, trained, random_base, tmp_path):
+        options = SETTINGS | {"students": 3, "warm_start": trained.args.output_dir, "max_steps": 1}
+        trainer = make_trainer(random_base, str(tmp_path), options)
+        ranked = sorted(trained.population, key=lambda member: -member.mu)
+        for member, source in zip(trainer.population, [*ranked, ranked[0]], strict=True):
+            own, theirs = read_member(trainer.model, member.name), read_member(trained.model, source.name)
+            assert all(torch.equal(own[key], theirs[key]) for key in theirs)
+            assert (member.mu, member.parents) == (source.mu, (source.identity,))
+        trainer.train()
+
+    def test_from_the_students_of_a_game(self, random_base, seed_tasks, tmp_path):
+        tasks = [task.to_record() for task in seed_tasks]
+        game = small_trainer(random_base, tasks, output_dir=str(tmp_path / "game"), sandbox_allow_weak=True)
+        for name in game.population.names:
+            write_member(game.model, name, {key: v + 0.1 for key, v in read_member(game.model, name).items()})
+        game.population["student_1"].mu += 1
+        game.save_model()
+        game.close()
+        trainer = make_trainer(random_base, str(tmp_path / "run"), SETTINGS | {"warm_start": str(tmp_path / "game")})
+        assert [member.parents for member in trainer.population] == [("student_1@0",), ("student_0@0",)]
+        own, theirs = read_member(trainer.model, "student_0"), read_member(game.model, "student_1")
+        assert all(torch.equal(own[key], theirs[key]) for key in theirs)
+
+    @pytest.mark.parametrize("many", [False, True], ids=["one for all", "one for each"])
+    def test_from_plain_adapters(self, trained, random_base, tmp_path, many):
+        sources = [f"{trained.args.output_dir}/members/student_{n}" for n in (1, 0)]
+        options = SETTINGS | {"warm_start": sources if many else sources[0]}
+        trainer = make_trainer(random_base, str(tmp_path), options)
+        for name, source in zip(("student_0", "student_1"), sources if many else sources[:1] * 2, strict=True):
+            own, theirs = read_member(trainer.model, name), read_member(trained.model, source[-9:])
+            assert all(torch.allclose(own[key], theirs[key]) for key in theirs)
+
+    def test_a_game_needs_teachers_that_a_dataset_run_has_not(self, trained, random_base, seed_tasks, tmp_path):
+        options = {"output_dir": str(tmp_path), "sandbox_allow_weak": True}
+        tasks = [task.to_record() for task in seed_tasks]
+        with pytest.raises(ValueError, match="holds no teacher"):
+            small_trainer(random_base, tasks, warm_start=trained.args.output_dir, **options)
+        game = small_trainer(random_base, tasks, warm_start={"student": f"{trained.args.output_dir}"}, **options)
+        best = read_population(trained.args.output_dir)["best_student"]
+        own, theirs = read_member(game.model, "student_1"), read_member(trained.model, best)
+        assert all(torch.allclose(own[key], theirs[key]) for key in theirs)
+        game.close()
+
+
+class TestCommands:
+    def test_a_report_is_written(self, run, two_plots, capsys):
+        cli.main(["report", run])
+        assert "Report written to" in capsys.readouterr().out
+
+    @pytest.mark.parametrize("command", [["crossplay"], ["push", "--archive_repo", "me/tasks"]])
+    def test_what_needs_tasks_is_refused_in_one_line(self, trained, command):
+        run = trained.args.output_dir
+        with pytest.raises(SystemExit) as stop:
+            cli.main([command[0], run, *command[1:]])
+        assert f"{run} was trained on a dataset of prompts" in str(stop.value)
+        assert "\n" not in str(stop.value)
+
+    def test_held_out_tasks_are_refused_in_one_line(self, trained, tmp_path, monkeypatch):
+        monkeypatch.syspath_prepend(RECIPES)
+        import score_held_out
+
+        tasks = str(RECIPES / "arithmetic_seeds.jsonl")
+        command = ["score_held_out.py", trained.args.output_dir, "--tasks", tasks, "--output", str(tmp_path)]
+        monkeypatch.setattr(sys, "argv", command)
+        with pytest.raises(ValueError, match="was trained on a dataset of prompts"):
+            score_held_out.main()
