@@ -75,10 +75,10 @@ PROMPT_DEFAULTS = {"router_aux_loss_coef": 0.0, "teachers": 0, "evolve_every": 0
 PROMPT_STREAMS = ("shared", "own")
 # TRL's options that a dataset run may give as a list with one value for each member.
 MEMBER_OPTIONS = ("learning_rate", "beta", "epsilon", "temperature", "seed")
-# What a game has of the options of a dataset run.
+# Options of dataset runs alone, with the values that they keep in the game.
 PROMPT_OPTIONS = {"member_prompts": "shared", "max_members": None, "halve_every": 0, "hyperparameter_noise": 0.0}
 
-# Options of this package that a dataset run has, too. All others belong to the game.
+# The options of this package that a dataset run reads. All others belong to the game.
 _SHARED_OPTIONS = {
     *("teachers", "students", "warm_start", "attempts_per_task", "member_prompts", "max_members", "halve_every"),
     *("evolve_every", "evolve_burn_in", "cull_fraction", "crossover_rate", "tournament_size"),
@@ -120,8 +120,8 @@ class PopuLoRAConfig(GRPOConfig):
     Configuration of [`PopuLoRATrainer`].
 
     It has all options of [`~trl.GRPOConfig`]. If `train_dataset` has a column `prompt`, it is a *dataset run*: these
-    options mean what they mean in TRL, for each member, and those left alone have TRL's defaults. `students`,
-    `member_prompts` and the options of evolution and generation are all that this class adds there.
+    options mean what they mean in TRL, for each member, and those left alone have TRL's defaults. Of the options that
+    this class adds it has those of members, evolution, generation and records; `docs/guides/prompts.md` lists them.
 
     Everything else is the *game*, and there the batch follows from the population: with teachers and without `replay`
     one population step has `teachers * proposals_per_teacher * (1 + attempts_per_task)` rows. So the config derives
@@ -358,10 +358,12 @@ class PopuLoRAConfig(GRPOConfig):
             self._settle_for_game()
         except ValueError as error:
             # It may be the config of a dataset run, which the trainer will know.
-            if self._list_game_options() or not self._fits_prompts():
+            if self._list_game_options():
                 raise
-            if any(getattr(self, name) != value for name, value in PROMPT_OPTIONS.items()):
+            if any(self._given[name] != value for name, value in PROMPT_OPTIONS.items()):
                 self.for_prompts()  # raises what is wrong with it
+            if not self._fits_prompts():
+                raise
             self._no_game = error
         # What was set since then counts as given, too.
         self._settled = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -477,7 +479,7 @@ class PopuLoRAConfig(GRPOConfig):
         later = {name: getattr(self, name) for name, value in self._settled.items() if getattr(self, name) != value}
         given = self._given | later
         settled = object.__new__(type(self))
-        settled.__dict__.update(given, _given=given, _no_game=None, member_values={})
+        settled.__dict__.update(given, _given=given, _settled={}, _no_game=None, member_values={})
         settled._settle_for_prompts()
         return settled
 
@@ -515,7 +517,6 @@ class PopuLoRAConfig(GRPOConfig):
                     f"`{name}={getattr(self, name)}` must be a multiple of the {self.optimizer_steps_per_generation} "
                     "optimizer steps of a generation, or rows of a member that is gone would still be trained on."
                 )
-
         if self.halve_every and self.gradient_accumulation_steps > self.steps_per_generation:
             raise ValueError(
                 f"`halve_every={self.halve_every}`: an optimizer step takes the rows of several generations here, and "
@@ -765,7 +766,7 @@ def settle_for_prompts(args: GRPOConfig) -> PopuLoRAConfig:
     # TRL has derived one from the other, and would refuse both.
     given["generation_batch_size"] = None
     settled.__dict__.update(own, **{name: value for name, value in given.items() if name in known})
-    settled.__dict__.update(_given=dict(vars(settled)), _no_game=None, member_values={})
+    settled.__dict__.update(_given=dict(vars(settled)), _settled={}, _no_game=None, member_values={})
     settled._settle_for_prompts()
     return settled
 

@@ -657,14 +657,14 @@ def make_prompt_inputs(
     check_reward_arguments(functions, tables)
     assert args.generation_batch_size is not None, "the config is settled"
     assert args.num_generations is not None, "the config is settled"
-    prompts = args.generation_batch_size // args.students // args.num_generations
+    prompts = args.generation_batch_size // args.slots // args.num_generations
     if len(train_dataset) < prompts:
         raise ValueError(
-            f"`train_dataset` has {len(train_dataset)} prompts, and one generation takes {prompts} of each member: "
+            f"`train_dataset` has {len(train_dataset)} prompts, and one generation takes {prompts} for each member: "
             "nothing would be trained. Give more prompts, or lower `per_device_train_batch_size`, "
             "`gradient_accumulation_steps` or `steps_per_generation`."
         )
-    if args.learning_rate == TRL_RATE and args.process_index == 0:
+    if args.learning_rate == TRL_RATE and "learning_rate" not in args.member_values and args.process_index == 0:
         logger.warning(
             "`learning_rate` is TRL's default, %g, which is for all weights. LoRA adapters want about ten times as "
             "much.",
@@ -785,7 +785,8 @@ def read_member_settings(
     trial.__dict__.update(given)
     check_numbers(trial)
     check_bounds(trial, BOUNDS)
-    return (known if like is None else dict(like.settings)) | dict(given)
+    copied = known if like is None else like.settings
+    return {name: value for name, value in copied.items() if name != "seed"} | dict(given)  # seeds belong to slots
 
 
 # The game.

@@ -1,9 +1,9 @@
 """`PopuLoRATrainer`: the population step as overrides of TRL's `GRPOTrainer`.
 
-    _play (TRL's `rollout_func`) -> play_step -> Played -> _prepare_inputs -> micro-batches -> _compute_loss ->
+    _play or _answer (TRL's `rollout_func`) -> Played -> _prepare_inputs -> micro-batches -> _compute_loss ->
     optimizer
 
-The game itself is in `step/play.py`. The overrides for a step stand in the order of its phases.
+The game itself is in `step/play.py`, a step of a dataset run in `step/prompts.py`. The overrides for a step stand in the order of its phases.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from accelerate.utils import gather_object, set_seed
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
-from trl import GRPOTrainer, is_conversational
+from trl import GRPOConfig, GRPOTrainer, is_conversational
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
 from trl.trainer.utils import RepeatSampler
@@ -88,18 +88,25 @@ class PopuLoRATrainer(HubTrainer):
     what is right, and all adapters that played learn in one joint policy-gradient step. This step equals training each
     of them alone.
 
+    If `train_dataset` has a column `prompt`, it is a *dataset run* instead: there are no teachers, all members answer
+    the dataset's prompts, and your reward functions are the only rewards.
+
     What differs from [`~trl.GRPOTrainer`]:
 
-    - `__init__` builds the population, its game and its adapters. Two reward functions stand before the user's.
-    - `rollout_func` (set here) plays a step and returns its rows. `_calculate_rewards` returns the rewards that the
-      play has asked TRL for already.
+    - `__init__` builds the population and its adapters, and in the game the game, whose two reward functions stand
+      before the user's.
+    - `rollout_func` (set here) plays a step, or lets the members answer the dataset's prompts, and returns the rows.
+      `_calculate_rewards` returns the rewards that TRL has been asked for already.
+    - `_get_train_sampler` and `_get_eval_sampler` deal the rows of a dataset to the members. `_generate` asks a dataset
+      run's reward functions at once.
+    - `set_initial_training_values` trains nothing where a resumed run has ended.
     - `_generate_and_score_completions` adds each row's member, and puts the population's advantages in TRL's place.
     - `_prepare_inputs` cuts micro-batches as they were planned with the advantages, where TRL shuffles and splits.
     - `_get_per_token_logps_and_entropies`, `_compute_loss` and `training_step` set and clear the route of the rows.
       Without a KL term they skip rows without advantage. Where the base allows, attempts at one task share a prompt.
     - `create_optimizer`, `_clip_grad_norm` and `_get_grad_norm` give each member a parameter group and a gradient
       norm.
-    - `evaluate` and `_evaluate` let students attempt held-out tasks. `predict` is refused; `member` lends one member.
+    - `evaluate` and `_evaluate` let students attempt held-out tasks, or a dataset run's prompts. `predict` is refused; `member` lends one member.
     - `add_member` and `remove_member` change the members of a dataset run while it trains.
     - `train` locks `output_dir`, which belongs to one run. Ctrl-C and SIGTERM end it after the step, and it saves.
     - `_log_metric` and `log` keep a user's own metrics apart until all names of a step are known.
@@ -113,12 +120,13 @@ class PopuLoRATrainer(HubTrainer):
 
     Args:
         model: The base model: `"tiny"` for the embedded one, a Hub id, a path, or a loaded model without adapters.
-        reward_funcs: Further reward functions in TRL's signature, added to the two built-in ones. They get the columns
-            of [`~trl_populora.step.rows.Row`] up to `program`, and return `None` for rows that they do not judge.
+        reward_funcs: In a dataset run, the reward functions as TRL takes them; they get all columns of the dataset and
+            `member`. In the game, further ones, added to the two built-in ones; they get the columns of
+            [`~trl_populora.step.rows.Row`] up to `program`. They return `None` for rows that they do not judge.
             `args.reward_weights`, if set, has one weight for each of them.
-        args: Settings of the run. The trainer works on a copy, `trainer.args`; the caller's stay as they are.
-        train_dataset: Seed tasks, with the columns `kind`, `program`, `inputs` and `outputs`. When `None`, the
-            package's: ordinary Python or, for `prompt_style="compact"`, the language of the embedded base.
+        args: Settings of the run; in a dataset run it may be TRL's `GRPOConfig`. The trainer works on a copy, `trainer.args`; the caller's stay as they are.
+        train_dataset: Prompts in TRL's formats, which make it a dataset run. Or seed tasks, with the columns `kind`,
+            `program`, `inputs` and `outputs`. When `None`, the package's: ordinary Python or, for `prompt_style="compact"`, the language of the embedded base.
         eval_dataset: Held-out tasks in the same format, or several tables by name, for [`evaluate`] and
             `eval_strategy`.
         processing_class: Tokenizer with a chat template; loaded with the base when `None`.
@@ -128,7 +136,8 @@ class PopuLoRATrainer(HubTrainer):
             has one for each member; they may differ in `r` and `lora_alpha`.
 
     Raises:
-        `TypeError`: If `args` is no [`PopuLoRAConfig`], `peft_config` no `LoraConfig`, or an argument unknown.
+        `TypeError`: If `args` is no [`PopuLoRAConfig`] (in a dataset run, no `GRPOConfig`), a reward function cannot be
+            called with the columns there are, `peft_config` no `LoraConfig`, or an argument unknown.
         `ValueError`: If base, dataset, adapters or output directory cannot be used.
         `RuntimeError`: If the sandbox does not start, as on a host that cannot confine programs.
         `ImportError`: If vLLM is wanted and is not installed, or not in a version that fits.
@@ -165,7 +174,7 @@ class PopuLoRATrainer(HubTrainer):
         self,
         model: str | PreTrainedModel,
         reward_funcs: Any = None,
-        args: PopuLoRAConfig | None = None,
+        args: GRPOConfig | None = None,
         train_dataset: Dataset | None = None,
         eval_dataset: Dataset | dict[str, Dataset] | None = None,
         *,
@@ -444,7 +453,7 @@ class PopuLoRATrainer(HubTrainer):
 
     def predict(self, *args, **kwargs):
         raise RuntimeError(
-            "`predict` has no meaning here: members solve tasks. `trainer.evaluate(tasks)` scores them; for texts use "
+            "`predict` has no meaning here. `trainer.evaluate(...)` scores the members; for texts use "
             "`with trainer.member('student_0'): trainer.model.generate(...)`."
         )
 
@@ -459,11 +468,12 @@ class PopuLoRATrainer(HubTrainer):
 
         Args:
             eval_dataset: Tasks to attempt; the trainer's when `None`.
-            ignore_keys: Without meaning here.
+            ignore_keys: As in TRL in a dataset run; without meaning in the game.
             metric_key_prefix: Starts every key.
 
         Returns:
-            `dict[str, float]`: The figures of [`~trl_populora.evaluate.held_out.HeldOut.measure`].
+            `dict[str, float]`: In a dataset run TRL's figures and those of each member, in the game those of
+            [`~trl_populora.evaluate.held_out.HeldOut.measure`].
 
         Raises:
             `TypeError`: If a given table is no `datasets.Dataset`.
@@ -562,7 +572,8 @@ class PopuLoRATrainer(HubTrainer):
         # With prompts of their own, members draw from their own seeds, or else from seeds that no two share.
         seeds = [args.seed] * members
         if args.member_prompts == "own":
-            seeds = args.member_values.get("seed", [args.seed + place for place in range(members)])
+            given = args.member_values.get("seed", [])
+            seeds = [*given, *(args.seed + place for place in range(len(given), members))]
         table = range(len(self.train_dataset) // members)
         streams = [
             RepeatSampler(
@@ -616,7 +627,9 @@ class PopuLoRATrainer(HubTrainer):
         if seeds is None:
             return None
         # transformers samples all rows with one generator, which all seeds decide.
-        own = {name: each if self.use_vllm else seeds for name, each in zip(self.population.names, seeds, strict=True)}
+        # A seed belongs to a slot: children and members that join sample from that of theirs.
+        by_slot = dict(enumerate(seeds)) if self.use_vllm else {}
+        own = {member.name: by_slot.get(member.index, seeds) for member in self.population}
         moment = self._step if self.model.training else "evaluation"
         return [zlib.crc32(f"{own[name]} {moment} {self.accelerator.process_index}".encode()) for name in names]
 
@@ -905,7 +918,7 @@ class PopuLoRATrainer(HubTrainer):
         if self.accelerator.sync_gradients:
             self._log_values(self._phases.take() | self._loss_metrics.take())
             if self.game is None:
-                self._log_values(self._member_metrics.take(self.population.names))
+                self._log_values(self._member_metrics.take(self.population.adapters))
         return loss
 
     def create_optimizer(self, model=None):
@@ -930,7 +943,7 @@ class PopuLoRATrainer(HubTrainer):
             if self.game is None
             else {f"member/{name}/grad_norm": norms.get(name, 0.0) for name in self.population.adapters}
         )
-        if "learning_rate" in self.args.member_values or self.args.hyperparameter_noise:
+        if self.game is None:
             rates = {group["member"]: group["lr"] for group in self.optimizer.param_groups if "member" in group}
             self._log_values(
                 {f"member/{name}/learning_rate": rate if slots[name] else math.nan for name, rate in rates.items()}
@@ -1001,7 +1014,7 @@ class PopuLoRATrainer(HubTrainer):
 
         Args:
             name: Its name. Where a slot has this name, the member takes that slot, else the first that is empty.
-            like: The member whose weights and nearly whose rating it begins with. When `None`, it begins as a member
+            like: The member whose weights and settings it copies. Its rating has that member's mu and a larger sigma. When `None`, it begins as a member
                 does in a run without `warm_start`.
             settings: Values of its own: `learning_rate`, `epsilon`, `temperature`, and `beta` if members had one when
                 the run began. Those left out are those of `like`, or else those with which the first member began.

@@ -1,4 +1,4 @@
-"""A step of a dataset run: every member answers prompts of the dataset, and reward functions say what is right.
+"""A step of a dataset run: every member answers prompts of the dataset, and reward functions say what it is worth.
 
     rows of this rank [R] --the members write--> completions --TRL's reward functions--> rewards [W * R, functions]
         --PromptScorer--> advantages as TRL computes them for each member alone, rows by optimizer step
@@ -66,14 +66,14 @@ class PromptScorer(Scorer):
         super().__init__(**others)
         self.attempts, self.optimizer_steps = attempts, optimizer_steps
         self.rows_of_all, self.micro_batches = rows_of_all, micro_batches // optimizer_steps
-        self._judges = False  # whether a function has ever given a number
+        self._judges = False  # whether a function has given a number in this training
 
     def _weigh_rewards(self, played: Played, members_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
         per_function = played.rewards
         rewards_R = (per_function * self.reward_weights.to(per_function.device)).nansum(dim=1)
         # A row that no function judges has no reward, and not the reward 0.
         rewards_R[per_function.isnan().all(dim=1)] = math.nan
-        # Later a generation may be one that no function judges; TRL goes on then, and so does this.
+        # Once a function has given a number, a generation without any is trained on with advantage 0, as in TRL.
         self._judges = self._judges or not bool(rewards_R.isnan().all())
         if not self._judges:
             raise ValueError(

@@ -65,7 +65,7 @@ def check_table(table: Any, field: str) -> None:
     """
     if isinstance(table, IterableDataset):
         raise TypeError(
-            f"`{field}` is an `IterableDataset`. All members get the same rows, so rows must have numbers: load it "
+            f"`{field}` is an `IterableDataset`. Rows are dealt to members by number, and a stream has none: load it "
             "without `streaming=True`."
         )
     if not isinstance(table, Dataset):

@@ -49,7 +49,7 @@ class PromptArguments(GRPOScriptArguments, DatasetMixtureConfig):
         for name in ("dataset_streaming", "streaming"):
             if getattr(self, name):
                 raise ValueError(
-                    f"`{name}=True` is not supported: all members get the same rows, so rows must have numbers. Leave "
+                    f"`{name}=True` is not supported: rows are dealt to members by number, and a stream has none. Leave "
                     "it out."
                 )
 
