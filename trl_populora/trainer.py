@@ -3,7 +3,8 @@
     _play or _answer (TRL's `rollout_func`) -> Played -> _prepare_inputs -> micro-batches -> _compute_loss ->
     optimizer
 
-The game itself is in `step/play.py`, a step of a dataset run in `step/prompts.py`. The overrides for a step stand in the order of its phases.
+The game itself is in `step/play.py`, a step of a dataset run in `step/prompts.py`. The overrides for a step stand in
+the order of its phases.
 """
 
 from __future__ import annotations
@@ -97,8 +98,8 @@ class PopuLoRATrainer(HubTrainer):
       before the user's.
     - `rollout_func` (set here) plays a step, or lets the members answer the dataset's prompts, and returns the rows.
       `_calculate_rewards` returns the rewards that TRL has been asked for already.
-    - `_get_train_sampler` and `_get_eval_sampler` deal the rows of a dataset to the members. `_generate` asks a dataset
-      run's reward functions at once.
+    - `_get_train_sampler` and `_get_eval_sampler` deal the rows of a dataset to the members. `_generate` asks a
+      dataset run's reward functions at once.
     - `set_initial_training_values` trains nothing where a resumed run has ended.
     - `_generate_and_score_completions` adds each row's member, and puts the population's advantages in TRL's place.
     - `_prepare_inputs` cuts micro-batches as they were planned with the advantages, where TRL shuffles and splits.
@@ -106,7 +107,8 @@ class PopuLoRATrainer(HubTrainer):
       Without a KL term they skip rows without advantage. Where the base allows, attempts at one task share a prompt.
     - `create_optimizer`, `_clip_grad_norm` and `_get_grad_norm` give each member a parameter group and a gradient
       norm.
-    - `evaluate` and `_evaluate` let students attempt held-out tasks, or a dataset run's prompts. `predict` is refused; `member` lends one member.
+    - `evaluate` and `_evaluate` let students attempt held-out tasks, or a dataset run's prompts. `predict` is refused;
+      `member` lends one member.
     - `add_member` and `remove_member` change the members of a dataset run while it trains.
     - `train` locks `output_dir`, which belongs to one run. Ctrl-C and SIGTERM end it after the step, and it saves.
     - `_log_metric` and `log` keep a user's own metrics apart until all names of a step are known.
@@ -124,9 +126,11 @@ class PopuLoRATrainer(HubTrainer):
             `member`. In the game, further ones, added to the two built-in ones; they get the columns of
             [`~trl_populora.step.rows.Row`] up to `program`. They return `None` for rows that they do not judge.
             `args.reward_weights`, if set, has one weight for each of them.
-        args: Settings of the run; in a dataset run it may be TRL's `GRPOConfig`. The trainer works on a copy, `trainer.args`; the caller's stay as they are.
+        args: Settings of the run; in a dataset run it may be TRL's `GRPOConfig`. The trainer works on a copy,
+            `trainer.args`; the caller's stay as they are.
         train_dataset: Prompts in TRL's formats, which make it a dataset run. Or seed tasks, with the columns `kind`,
-            `program`, `inputs` and `outputs`. When `None`, the package's: ordinary Python or, for `prompt_style="compact"`, the language of the embedded base.
+            `program`, `inputs` and `outputs`. When `None`, the package's: ordinary Python or, for
+            `prompt_style="compact"`, the language of the embedded base.
         eval_dataset: Held-out tasks in the same format, or several tables by name, for [`evaluate`] and
             `eval_strategy`.
         processing_class: Tokenizer with a chat template; loaded with the base when `None`.
@@ -136,7 +140,8 @@ class PopuLoRATrainer(HubTrainer):
             has one for each member; they may differ in `r` and `lora_alpha`.
 
     Raises:
-        `TypeError`: If `args` is no [`PopuLoRAConfig`] (in a dataset run, no `GRPOConfig`), a reward function cannot be
+        `TypeError`: If `args` is no [`PopuLoRAConfig`] (in a dataset run, no `GRPOConfig`), a reward function cannot
+        be
             called with the columns there are, `peft_config` no `LoraConfig`, or an argument unknown.
         `ValueError`: If base, dataset, adapters or output directory cannot be used.
         `RuntimeError`: If the sandbox does not start, as on a host that cannot confine programs.
@@ -1014,8 +1019,8 @@ class PopuLoRATrainer(HubTrainer):
 
         Args:
             name: Its name. Where a slot has this name, the member takes that slot, else the first that is empty.
-            like: The member whose weights and settings it copies. Its rating has that member's mu and a larger sigma. When `None`, it begins as a member
-                does in a run without `warm_start`.
+            like: The member whose weights and settings it copies. Its rating has that member's mu and a larger sigma.
+                When `None`, it begins as a member does in a run without `warm_start`.
             settings: Values of its own: `learning_rate`, `epsilon`, `temperature`, and `beta` if members had one when
                 the run began. Those left out are those of `like`, or else those with which the first member began.
 

@@ -245,8 +245,9 @@ def rate_newborn(parents: Sequence[Member]) -> tuple[float, float]:
 
 def inherit(parent: Member, noise: float, seed: int) -> dict[str, Any]:
     """
-    Makes the settings of a child: those of its parent but the seed, which stays with the slot. The learning rate is multiplied by exp(noise * z), with z from
-    a normal distribution that `seed` decides (population-based training, arXiv 1711.09846).
+    Makes the settings of a child: those of its parent but the seed, which stays with the slot. The learning rate is
+    multiplied by exp(noise * z), with z from a normal distribution that `seed` decides (population-based training,
+    arXiv 1711.09846).
     """
     settings = {name: value for name, value in parent.settings.items() if name != "seed"}
     if noise:

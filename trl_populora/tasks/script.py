@@ -49,8 +49,8 @@ class PromptArguments(GRPOScriptArguments, DatasetMixtureConfig):
         for name in ("dataset_streaming", "streaming"):
             if getattr(self, name):
                 raise ValueError(
-                    f"`{name}=True` is not supported: rows are dealt to members by number, and a stream has none. Leave "
-                    "it out."
+                    f"`{name}=True` is not supported: rows are dealt to members by number, and a stream has none. "
+                    "Leave it out."
                 )
 
     @property
