@@ -141,8 +141,7 @@ class PopuLoRATrainer(HubTrainer):
 
     Raises:
         `TypeError`: If `args` is no [`PopuLoRAConfig`] (in a dataset run, no `GRPOConfig`), a reward function cannot
-        be
-            called with the columns there are, `peft_config` no `LoraConfig`, or an argument unknown.
+            be called with the columns there are, `peft_config` is no `LoraConfig`, or an argument is unknown.
         `ValueError`: If base, dataset, adapters or output directory cannot be used.
         `RuntimeError`: If the sandbox does not start, as on a host that cannot confine programs.
         `ImportError`: If vLLM is wanted and is not installed, or not in a version that fits.
