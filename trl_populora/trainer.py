@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.data_loader import BatchSamplerShard
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import gather_object, set_seed
 from datasets import Dataset
@@ -545,6 +546,14 @@ class PopuLoRATrainer(HubTrainer):
         return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
 
     # A dataset run: rows of the dataset for every member
+
+    def get_train_dataloader(self):
+        loader = super().get_train_dataloader()
+        if isinstance(shard := loader.batch_sampler, BatchSamplerShard):  # on several processes
+            # A resume wraps another sampler around this one, to skip batches. accelerate then finds samplers with
+            # `set_epoch` one level deep at most, and the dataset's is two levels deep.
+            shard.sampler = shard.batch_sampler.sampler
+        return loader
 
     def _get_train_sampler(self, dataset=None):
         if self.game is not None:
