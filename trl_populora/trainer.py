@@ -907,7 +907,7 @@ class PopuLoRATrainer(HubTrainer):
         if self.accelerator.sync_gradients:
             self._log_values(self._phases.take() | self._loss_metrics.take())
             if self.game is None:
-                self._log_values(self._member_metrics.take(self.population.names))
+                self._log_values(self._member_metrics.take(self.population.adapters))
         return loss
 
     def create_optimizer(self, model=None):

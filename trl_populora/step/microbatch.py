@@ -776,10 +776,10 @@ class MemberMetrics:
         """
         Returns the figures of the step by `member/<name>/<figure>`, and forgets them. Collective.
 
-        A member without a token in the loss has NaN.
+        A member without a token in the loss has NaN, and so has an empty slot.
 
         Args:
-            names: The members, by index.
+            names: The slots' names, by index.
         """
         # Every rank has at least the last micro-batch of the step, which is always computed.
         sums, self._sums = self._sums, {}
