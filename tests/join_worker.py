@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,16 @@ RUNS: dict[str, dict[str, Any]] = {
         "loss_type": "dapo",
     },
 }
+# Two ranks with these have the rows of one process with `WHOLE`. The last batch of an evaluation is not full.
+HALF = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 12}
+WHOLE = {name: 2 * size for name, size in HALF.items()}
 
 
 def train(base: str, which: str, directory: str, resume: str | None = None, **options: Any) -> dict[str, Any]:
     """Trains such a run; returns who is there at the end, their factors, and what the judge saw."""
-    from tests.prompt_runs import population_trainer
+    from tests.prompt_runs import QUESTIONS, population_trainer, write
     from trl_populora.lora.members import read_member
+    from trl_populora.step.player import Completion
 
     given = RUNS[which] | options
     trainer, judge = population_trainer(base, directory, given.pop("names"), **given)
@@ -49,8 +54,21 @@ def train(base: str, which: str, directory: str, resume: str | None = None, **op
     trainer.train(resume_from_checkpoint=resume)
     names = trainer.population.names
     factors = {name: read_member(trainer.model_wrapped, trainer.population.adapter(name)) for name in names}
-    prompts = [call["prompts"] for call in judge.calls]
-    return {"names": names, "left": trainer.population.left, "factors": factors, "prompts": prompts}
+    found = {"names": names, "left": trainer.population.left, "factors": factors}
+    found["prompts"] = [call["prompts"] for call in judge.calls]
+    if "per_device_eval_batch_size" in options:
+
+        def record(prompts: list, members: Sequence[str], seeds: Any = None) -> list[Completion]:
+            """What a member writes depends on the prompt alone: rows have other places on two ranks."""
+            rows = zip(prompts, members, strict=True)
+            return [Completion([1], write(member, 0, len(prompt) + ord(prompt[8])), "") for prompt, member in rows]
+
+        trainer._generate_rows = record
+        figures = trainer.evaluate(QUESTIONS.select(range(5)))
+        # TRL's own figures count the rows with which accelerate fills the last batch up.
+        own = ("eval_member/", "eval_reward_")
+        found["evaluated"] = {name: figures[name] for name in figures if name.startswith(own) and "std" not in name}
+    return found
 
 
 if __name__ == "__main__":
@@ -62,10 +80,9 @@ if __name__ == "__main__":
     if launched_by_deepspeed():
         without_compiler()
     base, which = sys.argv[1:]
-    # Two ranks with two rows each have the rows of one process with four.
-    found = train(base, which, "run", per_device_train_batch_size=2)
+    found = train(base, which, "run", **HALF)
     if step := RUNS[which].get("save_steps"):
-        found["again"] = train(base, which, "again", f"run/checkpoint-{step}", per_device_train_batch_size=2)
+        found["again"] = train(base, which, "again", f"run/checkpoint-{step}", **HALF)
     sums = {name: sum(float(value.sum()) for value in each.values()) for name, each in found["factors"].items()}
     sums = gather_object([sums])
     if os.environ["RANK"] == "0":

@@ -473,12 +473,13 @@ def test_two_processes_train_as_one(random_base, tmp_path, which, config):
     command = [*launch(config), "-m", "tests.join_worker", random_base, which]
     run_script(command, tmp_path / "two")
     two = torch.load(tmp_path / "two" / "found.pt", weights_only=True)
-    one = join_worker.train(random_base, which, str(tmp_path / "one"))
+    one = join_worker.train(random_base, which, str(tmp_path / "one"), **join_worker.WHOLE)
     assert two["names"] == one["names"]
     assert [each["adapter"] for each in two["left"]] == [each["adapter"] for each in one["left"]]
     assert two["sums"][0] == two["sums"][1]
     for name, factors in one["factors"].items():
         check_close(two["factors"][name], factors)
+    assert two["evaluated"] == pytest.approx(one["evaluated"])
     if "again" in two:  # from the middle of a later epoch
         assert two["again"]["prompts"] == two["prompts"][3:]
         check_equal(two["again"]["factors"], two["factors"])

@@ -516,8 +516,11 @@ class PopuLoRATrainer(HubTrainer):
         """Keeps the rewards of an evaluation's rows, `[W * R, functions]`, by member."""
         total = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
         total[rewards.isnan().all(dim=1)] = math.nan
+        # On several processes, accelerate fills the last batch up with the first rows of the table once more.
+        rows = len(self.callback_handler.eval_dataloader.dataset) // len(self.population.adapters)
         for name, reward in zip(gather_object([row[MEMBER] for row in inputs]), total.tolist(), strict=True):
-            self._evaluated[name].append(reward)
+            if len(self._evaluated[name]) < rows * self.num_generations_eval:
+                self._evaluated[name].append(reward)
 
     def _log_evaluated(self) -> None:
         """
