@@ -742,7 +742,7 @@ class MemberMetrics:
             batch: The micro-batch. With a KL term it has `ref_per_token_logps`.
             log_probs: What the forward gave, each `[B, C]`.
             bounds: TRL's `epsilon_low` and `epsilon_high`.
-            members: How many members there are.
+            members: Number of slots.
         """
         logps, entropies, _ = log_probs
         logps, mask = logps.detach(), batch["completion_mask"]
@@ -776,10 +776,10 @@ class MemberMetrics:
         """
         Returns the figures of the step by `member/<name>/<figure>`, and forgets them. Collective.
 
-        A member without a token in the loss has NaN, and so has an empty slot.
+        A member without a token in the loss has NaN.
 
         Args:
-            names: The slots' names, by index.
+            names: Names of the slots, by index.
         """
         # Every rank has at least the last micro-batch of the step, which is always computed.
         sums, self._sums = self._sums, {}
