@@ -1,9 +1,12 @@
-"""Runs in which members join and leave, of one process or of two: `python -m tests.join_worker BASE RUN`."""
+"""
+Runs on a dataset, of one process or of two: `python -m tests.join_worker BASE RUN`. In some, members join and leave.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +15,33 @@ from transformers import TrainerCallback
 
 
 RUNS: dict[str, dict[str, Any]] = {
-    "change": {"names": ["a", "b", "c"], "max_steps": 5},
-    "halve": {"names": ["a", "b", "c", "d"], "max_steps": 5, "halve_every": 2},
+    "change": {"names": ["a", "b", "c"], "max_steps": 5, "loss_type": "grpo"},
+    "halve": {"names": ["a", "b", "c", "d"], "max_steps": 5, "halve_every": 2, "loss_type": "grpo"},
+    # A generation has 3 prompts, and each of two ranks a group and a half of each member's. An epoch has two
+    # generations, so that the checkpoint is amid the second epoch.
+    "groups across ranks": {
+        "names": ["a", "b"],
+        "num_generations": 8,
+        "gradient_accumulation_steps": 6,
+        "max_steps": 5,
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "loss_type": "dapo",
+    },
 }
+# Two ranks with these have the rows of one process with `WHOLE`. The last batch of an evaluation is not full.
+HALF = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 12}
+WHOLE = {name: 2 * size for name, size in HALF.items()}
 
 
-def train(base: str, which: str, directory: str, **options: Any) -> dict[str, Any]:
-    """Trains such a run; returns who is there at the end, and their factors."""
-    from tests.prompt_runs import population_trainer
+def train(base: str, which: str, directory: str, resume: str | None = None, **options: Any) -> dict[str, Any]:
+    """Trains such a run; returns who is there at the end, their factors, and what the judge saw."""
+    from tests.prompt_runs import QUESTIONS, population_trainer, write
     from trl_populora.lora.members import read_member
+    from trl_populora.step.player import Completion
 
     given = RUNS[which] | options
-    trainer, _ = population_trainer(base, directory, given.pop("names"), loss_type="grpo", **given)
+    trainer, judge = population_trainer(base, directory, given.pop("names"), **given)
 
     class Change(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
@@ -33,20 +51,38 @@ def train(base: str, which: str, directory: str, **options: Any) -> dict[str, An
                 trainer.add_member("late", like="student_2")
 
     trainer.add_callback(Change())
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     names = trainer.population.names
-    factors = {name: read_member(trainer.model, trainer.population.adapter(name)) for name in names}
-    return {"names": names, "left": trainer.population.left, "factors": factors}
+    factors = {name: read_member(trainer.model_wrapped, trainer.population.adapter(name)) for name in names}
+    found = {"names": names, "left": trainer.population.left, "factors": factors}
+    found["prompts"] = [call["prompts"] for call in judge.calls]
+    if "per_device_eval_batch_size" in options:
+
+        def record(prompts: list, members: Sequence[str], seeds: Any = None) -> list[Completion]:
+            """What a member writes depends on the prompt alone: rows have other places on two ranks."""
+            rows = zip(prompts, members, strict=True)
+            return [Completion([1], write(member, 0, len(prompt) + ord(prompt[8])), "") for prompt, member in rows]
+
+        trainer._generate_rows = record
+        figures = trainer.evaluate(QUESTIONS.select(range(5)))
+        # TRL's own figures count the rows with which accelerate fills the last batch up.
+        own = ("eval_member/", "eval_reward_")
+        found["evaluated"] = {name: figures[name] for name in figures if name.startswith(own) and "std" not in name}
+    return found
 
 
 if __name__ == "__main__":
     from accelerate.utils import gather_object
 
+    from tests.backend_worker import launched_by_deepspeed, without_compiler
     from tests.launching import leave
 
+    if launched_by_deepspeed():
+        without_compiler()
     base, which = sys.argv[1:]
-    # Two ranks with two rows each have the rows of one process with four.
-    found = train(base, which, "run", per_device_train_batch_size=2)
+    found = train(base, which, "run", **HALF)
+    if step := RUNS[which].get("save_steps"):
+        found["again"] = train(base, which, "again", f"run/checkpoint-{step}", **HALF)
     sums = {name: sum(float(value.sum()) for value in each.values()) for name, each in found["factors"].items()}
     sums = gather_object([sums])
     if os.environ["RANK"] == "0":

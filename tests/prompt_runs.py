@@ -71,8 +71,19 @@ def write(member: str, generation: int, place: int) -> list[int]:
     return [rng.randrange(VOCABULARY) for _ in range(rng.randint(2, 12))]
 
 
-def stock_run(base: str, start, output_dir, member: str, table: Dataset = QUESTIONS, **options: Any):
-    """Trains one adapter by TRL's own trainer on what `member` writes; returns trainer, judge, gradients, factors."""
+def stock_run(
+    base: str,
+    start,
+    output_dir,
+    member: str,
+    table: Dataset = QUESTIONS,
+    sampled: Sequence[tuple[list, list]] | None = None,
+    **options: Any,
+):
+    """
+    Trains one adapter by TRL's own trainer on what `member` writes; returns trainer, judge, gradients, factors. With
+    `sampled` it wrote that instead: vLLM's completions and their log-probabilities, by generation.
+    """
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), start, is_trainable=True)
     judge = Judge()
     args = GRPOConfig(str(output_dir), **(SETTINGS | options))
@@ -81,9 +92,12 @@ def stock_run(base: str, start, output_dir, member: str, table: Dataset = QUESTI
 
     def record(prompt_ids: list, *_: Any, **__: Any):
         number = next(generations)
+        if sampled is not None:
+            return sampled[number]
         return [write(member, number, place) for place in range(len(prompt_ids))], None
 
     trainer._generate_single_turn = record
+    trainer.use_vllm = sampled is not None  # TRL weighs vLLM's samples then; no engine is asked
     log = GradientLog({path.replace(".default", ""): p for path, p in model.named_parameters() if ".default." in path})
     trainer.add_callback(log)
     trainer.train()

@@ -458,17 +458,31 @@ def test_halving_and_changes_do_not_mix(random_base, tmp_path):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("which", join_worker.RUNS)
-def test_two_processes_train_as_one(random_base, tmp_path, which):
-    command = [*launch("cpu_ddp.yaml"), "-m", "tests.join_worker", random_base, which]
+@pytest.mark.parametrize(
+    ("which", "config"),
+    [
+        ("change", "cpu_ddp.yaml"),
+        ("halve", "cpu_ddp.yaml"),
+        pytest.param("groups across ranks", "cpu_ddp.yaml", marks=pytest.mark.slow),
+        pytest.param("groups across ranks", "cpu_zero2.yaml", marks=pytest.mark.slow),
+    ],
+)
+def test_two_processes_train_as_one(random_base, tmp_path, which, config):
+    if "zero" in config:
+        pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    command = [*launch(config), "-m", "tests.join_worker", random_base, which]
     run_script(command, tmp_path / "two")
     two = torch.load(tmp_path / "two" / "found.pt", weights_only=True)
-    one = join_worker.train(random_base, which, str(tmp_path / "one"))
+    one = join_worker.train(random_base, which, str(tmp_path / "one"), **join_worker.WHOLE)
     assert two["names"] == one["names"]
     assert [each["adapter"] for each in two["left"]] == [each["adapter"] for each in one["left"]]
     assert two["sums"][0] == two["sums"][1]
     for name, factors in one["factors"].items():
         check_close(two["factors"][name], factors)
+    assert two["evaluated"] == pytest.approx(one["evaluated"])
+    if "again" in two:  # from the middle of a later epoch
+        assert two["again"]["prompts"] == two["prompts"][3:]
+        check_equal(two["again"]["factors"], two["factors"])
 
 
 def test_the_guide_does_what_it_says(random_base, tmp_path, monkeypatch):

@@ -18,6 +18,12 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 # Seam: module, what is looked at in it, and the text that must stand there.
 PROMISES = {
+    # trainer.py
+    "accelerate tells the epoch to a sampler two levels down": (
+        "accelerate.data_loader",
+        "DataLoaderShard.set_epoch",
+        "self.batch_sampler.batch_sampler.sampler.set_epoch(epoch)",
+    ),
     # lora/members.py
     "ZeRO 1 and 2 map a parameter to its master": (
         "deepspeed.utils.mixed_precision_linkage",

@@ -14,6 +14,7 @@ from trl import GRPOTrainer
 
 # Seam: its parameters, `self` first, as TRL 1.16 and transformers 5.17-5.23 have them.
 METHODS = {
+    (GRPOTrainer, "get_train_dataloader"): "self",
     (GRPOTrainer, "_prepare_inputs"): "self generation_batch",
     (GRPOTrainer, "_calculate_rewards"): "self inputs prompts completions completion_ids_list",
     (GRPOTrainer, "_generate_and_score_completions"): "self inputs",

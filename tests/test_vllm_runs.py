@@ -8,12 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import TrainerCallback
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from trl_populora.lora.members import read_member, write_member
+from trl_populora.lora.members import read_member, save_member, write_member
 
+from .prompt_runs import population_trainer, stock_run, train_and_watch
 from .vllm_models import (
     ENGINE_ENVIRONMENT,
     largest_difference,
@@ -142,3 +145,91 @@ def test_beside_a_quantised_base_vllm_serves_it_unrounded_and_its_samples_are_we
     told = trainer.state.log_history[0]
     assert told["sampling/sampling_logp_difference/mean"] > 1e-3, "four bits are not the base"
     assert told["sampling/importance_sampling_ratio/min"] < 1
+
+
+def start_prompts(base: str, output_dir: Path, **options):
+    """A run of two members on a dataset, with an engine that writes what they sample, and what it will have asked."""
+    engine = {"enforce_eager": True} | options.pop("vllm_engine_kwargs", {})
+    options |= {"use_vllm": True, "vllm_engine_kwargs": engine, "vllm_max_model_length": 256}
+    trainer, judge = population_trainer(base, output_dir, ["a", "b"], **options)
+    del trainer._generate_rows  # which records
+    generate, asked = trainer._generate_rows, []
+
+    def generate_and_keep(prompts, members, seeds=None):
+        found = generate(prompts, members, seeds)
+        asked.append((list(members), found))
+        return found
+
+    trainer._generate_rows = generate_and_keep
+    return trainer, judge, asked
+
+
+@pytest.mark.slow
+def test_two_members_with_an_engine_are_two_runs_of_trl(engines_here, tmp_path):
+    base = make_served_base(tmp_path / "base")
+    options, rates = {"loss_type": "dapo", "max_steps": 5}, [1e-2, 3e-3]
+    # In bf16 the engine's log-probabilities are so far from the trainer's that weights of the samples matter.
+    trainer, judge, asked = start_prompts(
+        base, tmp_path / "ours", learning_rate=rates, vllm_engine_kwargs={"dtype": "bfloat16"}, **options
+    )
+    names = trainer.population.names
+    for name in names:
+        save_member(trainer.model, name, tmp_path / name)
+    gradients, factors = train_and_watch(trainer)
+    assert min(entry["sampling/importance_sampling_ratio/min"] for entry in trainer.state.log_history[:-1]) < 0.999
+    for name, rate in zip(names, rates, strict=True):
+        rows = [[each for owner, each in zip(*step, strict=True) if owner == name] for step in asked]
+        sampled = [([row.completion_ids for row in step], [row.logprobs for row in step]) for step in rows]
+        _, stock_judge, stock_gradients, stock_factors = stock_run(
+            base, tmp_path / name, tmp_path / f"stock_{name}", name, sampled=sampled, learning_rate=rate, **options
+        )
+        for mine, theirs in zip(judge.calls, stock_judge.calls, strict=True):
+            own = [place for place, owner in enumerate(mine["member"]) if owner == name]
+            for column in theirs:
+                assert [mine[column][place] for place in own] == theirs[column]
+        for key, expected in stock_gradients[0].items():
+            atol = 1e-5 * expected.abs().max().item()
+            torch.testing.assert_close(gradients[0][name][key], expected, rtol=0, atol=atol)
+        for key, expected in stock_factors.items():
+            assert (factors[name][key] - expected).norm() / expected.norm() < 1e-5, f"{name} {key}"
+
+
+@pytest.mark.slow
+def test_a_member_that_joins_is_published_and_answers_with_its_own_weights(engines_here, tmp_path):
+    base, differences = make_served_base(tmp_path / "base"), []
+    trainer, _, asked = start_prompts(base, tmp_path / "run", max_members=3, max_steps=4)
+    population = trainer.population
+
+    def compare(writers) -> float:
+        """How far the last samples are from what these members would have said."""
+        completions = asked[-1][1]
+        prompts, texts = ([getattr(c, f"{part}_ids") for c in completions] for part in ("prompt", "completion"))
+        rows = [population[name].index for name in writers]
+        expected = logprobs_of(trainer.model, trainer.router, rows, prompts, texts)
+        return largest_difference([c.logprobs for c in completions], expected)
+
+    class Change(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                trainer.remove_member("late")
+            if state.global_step in (1, 2):  # the second newcomer takes the slot that the first has left
+                name = {1: "late", 2: "later"}[state.global_step]
+                trainer.add_member(name, like="student_0")
+                randomise(trainer.model, population.adapter(name), seed=state.global_step)
+
+    judge_rows = trainer._judge
+
+    def compare_and_judge(*arguments):
+        writers = asked[-1][0]
+        others = ["student_0" if name.startswith("late") else name for name in writers]
+        differences.append(([*dict.fromkeys(writers)], compare(writers), compare(others)))
+        judge_rows(*arguments)
+
+    trainer._judge = compare_and_judge
+    trainer.add_callback(Change())
+    trainer.train()
+    print(f"log-probability differences, and to student_0 instead of a newcomer: {differences}")
+    newcomers = [members[2:] for members, *_ in differences]
+    assert newcomers == [[], ["late"], ["later"], ["later"]]
+    assert max(own for _, own, _ in differences) < 1e-3
+    assert min(other for members, _, other in differences if members[2:]) > 1e-2

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.data_loader import BatchSamplerShard
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import gather_object, set_seed
 from datasets import Dataset
@@ -536,8 +537,11 @@ class PopuLoRATrainer(HubTrainer):
         """Keeps the rewards of an evaluation's rows, `[W * R, functions]`, by member."""
         total = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
         total[rewards.isnan().all(dim=1)] = math.nan
+        # On several processes, accelerate fills the last batch up with the first rows of the table once more.
+        rows = len(self.callback_handler.eval_dataloader.dataset) // len(self.population.adapters)
         for name, reward in zip(gather_object([row[MEMBER] for row in inputs]), total.tolist(), strict=True):
-            self._evaluated[name].append(reward)
+            if len(self._evaluated[name]) < rows * self.num_generations_eval:
+                self._evaluated[name].append(reward)
 
     def _log_evaluated(self) -> None:
         """
@@ -566,6 +570,14 @@ class PopuLoRATrainer(HubTrainer):
         return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
 
     # A dataset run: rows of the dataset for every member
+
+    def get_train_dataloader(self):
+        loader = super().get_train_dataloader()
+        if isinstance(shard := loader.batch_sampler, BatchSamplerShard):  # on several processes
+            # A resume wraps another sampler around this one, to skip batches. accelerate then finds samplers with
+            # `set_epoch` one level deep at most, and the dataset's is two levels deep.
+            shard.sampler = shard.batch_sampler.sampler
+        return loader
 
     def _get_train_sampler(self, dataset=None):
         if self.game is not None:
