@@ -352,6 +352,7 @@ class PopuLoRAConfig(GRPOConfig):
         # member's value, because TRL reads one.
         self.member_values: dict[str, list[Any]] = {}
         self._no_game: ValueError | None = None
+        self._settled: dict[str, Any] = {}
         try:
             self._settle_for_game()
         except ValueError as error:
