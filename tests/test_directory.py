@@ -39,7 +39,9 @@ def contents(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in paths}
 
 
-@pytest.fixture(scope="module", params=[SAVING, ON_PROMPTS | SAVING | {"lr_scheduler_type": "constant"}], ids=["game", "prompts"])
+@pytest.fixture(
+    scope="module", params=[SAVING, ON_PROMPTS | SAVING | {"lr_scheduler_type": "constant"}], ids=["game", "prompts"]
+)
 def four(request, base, tmp_path_factory) -> tuple[Path, dict, dict]:
     """A finished run of four steps, which nobody changes, its state and its settings."""
     root = tmp_path_factory.mktemp("four") / "run"

@@ -49,7 +49,7 @@ from trl import GRPOConfig
 from trl_populora.files import FORMAT, read_json, write_json
 from trl_populora.lora import members as lora_members
 from trl_populora.population.members import Population
-from trl_populora.run.read import POPULATION_FILE, read_population
+from trl_populora.run.read import POPULATION_FILE
 from trl_populora.run.saved_population import Shape, check_same_prompts, check_same_shape, check_settings
 from trl_populora.step.play import Game
 from trl_populora.tasks.archive import TaskArchive, load_archive, save_archive
