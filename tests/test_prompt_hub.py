@@ -8,13 +8,14 @@ import sys
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.populora_run import ON_PROMPTS, make_trainer
+from tests.prompt_runs import QUESTIONS, brief
 from tests.recipe_runs import RECIPES
-from tests.small_run import small_trainer
-from trl_populora import cli
+from tests.small_run import QUIET, small_trainer
+from trl_populora import PopuLoRAConfig, PopuLoRATrainer, cli
 from trl_populora.hub.export import export_member
 from trl_populora.hub.push import push_run
 from trl_populora.lora.members import read_member, write_member
@@ -107,6 +108,20 @@ class TestWarmStart:
             assert all(torch.equal(own[key], theirs[key]) for key in theirs)
             assert (member.mu, member.parents) == (source.mu, (source.identity,))
         trainer.train()
+
+    @pytest.mark.parametrize("ranks", [(2, 4), (4, 2)])
+    def test_members_of_unequal_rank_start_from_those_that_fit(self, random_base, tmp_path, ranks):
+        def build(output_dir, **options):
+            args = PopuLoRAConfig(str(output_dir), students=2, **QUIET, **options)
+            loras = [LoraConfig(r=rank, lora_alpha=8, target_modules="all-linear") for rank in ranks]
+            return PopuLoRATrainer(random_base, brief, args, QUESTIONS, peft_config=loras)
+
+        first = build(tmp_path / "first")
+        first.population["student_1"].mu += 1
+        first.save_model()
+        second = build(tmp_path / "second", warm_start=str(tmp_path / "first"))
+        parents = {member.name: member.parents for member in second.population}
+        assert parents == {"student_0": ("student_0@0",), "student_1": ("student_1@0",)}
 
     def test_from_the_students_of_a_game(self, random_base, seed_tasks, tmp_path):
         tasks = [task.to_record() for task in seed_tasks]
