@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import sys
@@ -17,7 +18,7 @@ from tests.recipe_runs import RECIPES
 from tests.small_run import QUIET, small_trainer
 from trl_populora import PopuLoRAConfig, PopuLoRATrainer, cli
 from trl_populora.hub.export import export_member
-from trl_populora.hub.push import push_run
+from trl_populora.hub.push import push_run, push_space
 from trl_populora.lora.members import read_member, write_member
 from trl_populora.run.read import read_population
 
@@ -74,6 +75,21 @@ def test_a_pushed_run_loads_by_its_card_and_tells_about_itself(hub, trained, run
     capsys.readouterr()
     cli.main(["info", "me/prompts"])
     assert "student_1" in capsys.readouterr().out
+
+
+def test_checkpoints_are_pushed_while_it_trains_and_its_report_later(hub, random_base, tmp_path):
+    live = {"save_strategy": "steps", "save_steps": 1, "push_to_hub": True, "hub_model_id": "me/live"}
+    trainer = make_trainer(random_base, str(tmp_path / "run"), SETTINGS | live | {"hub_always_push": True})
+    trainer.train()
+    assert [told for told in hub.messages if "progress" in told] == [f"Training in progress, step {n}" for n in (1, 2)]
+    files = hub.repos["me/live"]
+    assert json.loads(files["population.json"])["step"] == 2
+    assert files["adapter_model.safetensors"] in [
+        files[f"members/student_{n}/adapter_model.safetensors"] for n in (0, 1)
+    ]
+    assert re.findall(r'src="(plots/[^"]+)"', files["README.md"].decode())
+    push_space(tmp_path / "run", "me/page")
+    assert b"student_1" in hub.repos["spaces/me/page"]["index.html"]
 
 
 @pytest.mark.parametrize("merge", [False, True], ids=["adapter", "merged"])
