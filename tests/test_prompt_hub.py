@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import sys
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.populora_run import ON_PROMPTS, make_trainer
+from tests.prompt_runs import QUESTIONS, brief
 from tests.recipe_runs import RECIPES
-from tests.small_run import small_trainer
-from trl_populora import cli
+from tests.small_run import QUIET, small_trainer
+from trl_populora import PopuLoRAConfig, PopuLoRATrainer, cli
 from trl_populora.hub.export import export_member
-from trl_populora.hub.push import push_run
+from trl_populora.hub.push import push_run, push_space
 from trl_populora.lora.members import read_member, write_member
 from trl_populora.run.read import read_population
 
@@ -75,6 +77,21 @@ def test_a_pushed_run_loads_by_its_card_and_tells_about_itself(hub, trained, run
     assert "student_1" in capsys.readouterr().out
 
 
+def test_checkpoints_are_pushed_while_it_trains_and_its_report_later(hub, random_base, tmp_path):
+    live = {"save_strategy": "steps", "save_steps": 1, "push_to_hub": True, "hub_model_id": "me/live"}
+    trainer = make_trainer(random_base, str(tmp_path / "run"), SETTINGS | live | {"hub_always_push": True})
+    trainer.train()
+    assert [told for told in hub.messages if "progress" in told] == [f"Training in progress, step {n}" for n in (1, 2)]
+    files = hub.repos["me/live"]
+    assert json.loads(files["population.json"])["step"] == 2
+    assert files["adapter_model.safetensors"] in [
+        files[f"members/student_{n}/adapter_model.safetensors"] for n in (0, 1)
+    ]
+    assert re.findall(r'src="(plots/[^"]+)"', files["README.md"].decode())
+    push_space(tmp_path / "run", "me/page")
+    assert b"student_1" in hub.repos["spaces/me/page"]["index.html"]
+
+
 @pytest.mark.parametrize("merge", [False, True], ids=["adapter", "merged"])
 def test_an_exported_member_says_what_it_says_in_the_run(trained, random_base, tmp_path, merge):
     out = tmp_path / "out"
@@ -107,6 +124,20 @@ class TestWarmStart:
             assert all(torch.equal(own[key], theirs[key]) for key in theirs)
             assert (member.mu, member.parents) == (source.mu, (source.identity,))
         trainer.train()
+
+    @pytest.mark.parametrize("ranks", [(2, 4), (4, 2)])
+    def test_members_of_unequal_rank_start_from_those_that_fit(self, random_base, tmp_path, ranks):
+        def build(output_dir, **options):
+            args = PopuLoRAConfig(str(output_dir), students=2, **QUIET, **options)
+            loras = [LoraConfig(r=rank, lora_alpha=8, target_modules="all-linear") for rank in ranks]
+            return PopuLoRATrainer(random_base, brief, args, QUESTIONS, peft_config=loras)
+
+        first = build(tmp_path / "first")
+        first.population["student_1"].mu += 1
+        first.save_model()
+        second = build(tmp_path / "second", warm_start=str(tmp_path / "first"))
+        parents = {member.name: member.parents for member in second.population}
+        assert parents == {"student_0": ("student_0@0",), "student_1": ("student_1@0",)}
 
     def test_from_the_students_of_a_game(self, random_base, seed_tasks, tmp_path):
         tasks = [task.to_record() for task in seed_tasks]

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import fields
 
 import pytest
+import torch
 from datasets import Dataset, DatasetDict
-from trl import GRPOConfig
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
 
 from tests.populora_run import ON_PROMPTS, assert_equal, make_trainer, state_of
 from tests.prompt_runs import QUESTIONS, brief
-from tests.small_run import small_lora
+from tests.small_run import QUIET, small_lora
 from trl_populora import PopuLoRAConfig, PopuLoRATrainer
+from trl_populora.config import settle_for_prompts
 
 
 OPTIONS = {name: value for name, value in ON_PROMPTS.items() if name != "on_prompts"}
@@ -86,6 +90,43 @@ def test_async_and_partial_functions_reward(random_base, tmp_path):
     trainer.train()
     log = trainer.state.log_history[0]
     assert log["rewards/scaled/mean"] > log["rewards/later/mean"] > 0
+
+
+def test_a_reward_model_rewards_as_in_trl(random_base, tmp_path):
+    judge, seen = str(tmp_path / "judge"), []
+    AutoModelForSequenceClassification.from_pretrained(random_base, num_labels=1).save_pretrained(judge)
+    AutoTokenizer.from_pretrained(random_base).save_pretrained(judge)
+
+    def watch(prompts, completions, completion_ids, **columns):
+        seen.append((prompts, completions, completion_ids))
+        return [None] * len(completions)
+
+    args = GRPOConfig(str(tmp_path / "run"), **(QUIET | {"max_steps": 1, "max_completion_length": 8}))
+    trainer = PopuLoRATrainer(random_base, [judge, watch], args, QUESTIONS, peft_config=small_lora())
+    trainer.train()
+    stock = GRPOTrainer(random_base, [judge, watch], args, QUESTIONS)
+    wanted = stock._calculate_rewards([{"prompt": prompt} for prompt in seen[0][0]], *seen[0])
+    assert torch.equal(trainer.played.rewards[:, 0], wanted[:, 0])
+    assert "eval_rewards/judge/mean" in trainer.evaluate(QUESTIONS.select(range(2)))
+
+
+def test_a_config_of_trl_keeps_its_values(tmp_path):
+    given = GRPOConfig(
+        str(tmp_path),
+        **{"use_cpu": True, "bf16": False, "learning_rate": 3e-5, "lr_scheduler_type": "cosine", "warmup_steps": 0.1},
+        **{"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 4},
+        **{"num_generations": 4, "num_iterations": 2, "beta": 0.01, "epsilon_high": 0.28, "temperature": 0.7},
+        **{"scale_rewards": False, "loss_type": "dr_grpo", "max_completion_length": 77, "optim": "adafactor"},
+        **{"eval_strategy": "steps", "eval_steps": 7, "num_generations_eval": 2, "per_device_eval_batch_size": 4},
+        **{"generation_kwargs": {"top_k": 3}, "seed": 3, "num_train_epochs": 2.5, "reward_weights": [0.5]},
+        **{"save_steps": 0.25, "run_name": "mine", "shuffle_dataset": False, "max_grad_norm": 0.3, "top_k": 5},
+    )
+    settled = settle_for_prompts(given)
+    times_members = ("gradient_accumulation_steps", "generation_batch_size", "steps_per_generation")
+    assert [getattr(settled, name) for name in times_members] == [4 * getattr(given, name) for name in times_members]
+    ours = {*times_members, "ddp_find_unused_parameters", "router_aux_loss_coef"}
+    names = [each.name for each in fields(GRPOConfig) if each.name not in ours]
+    assert [name for name in names if getattr(settled, name) != getattr(given, name)] == []
 
 
 def test_an_evaluation_does_not_change_training(base, tmp_path):

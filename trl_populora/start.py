@@ -603,6 +603,21 @@ def check_reward_arguments(functions: Sequence[Any], tables: Mapping[str, Datase
                 raise TypeError(f"`{field}`: {error}") from error
 
 
+def check_eval_batch(args: PopuLoRAConfig, attempts: int) -> None:
+    """
+    Refuses to evaluate on prompts where a batch would hold only a part of the attempts at a prompt.
+
+    Raises:
+        `ValueError`: If it would.
+    """
+    if args.per_device_eval_batch_size * args.world_size % attempts:
+        raise ValueError(
+            f"`num_generations_eval={attempts}` does not divide a batch of the evaluation, "
+            f"`per_device_eval_batch_size={args.per_device_eval_batch_size}` on each of {args.world_size} processes. "
+            "Change one of them."
+        )
+
+
 @contextmanager
 def replace_attributes(owner: Any, **values: Any) -> Iterator[None]:
     """Gives attributes of an object other values inside the block."""

@@ -527,6 +527,7 @@ class PopuLoRATrainer(HubTrainer):
         if tables is not None and not isinstance(tables, str):  # a text names one of the trainer's tables
             start.check_reward_arguments(self.reward_funcs, {"eval_dataset": tables})
             tables = expand_by_member(tables, self.population.adapters)
+        start.check_eval_batch(self.args, self.num_generations_eval)
         self._evaluated.clear()
         self._table = prefix.removeprefix("eval").removeprefix("_")
         # Seeded apart, so that training draws the same numbers with and without evaluations.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,7 @@ def _start_from_population(root: Path, model: torch.nn.Module, population: Popul
 
     If a role needs more members than were saved, the saved ones are cloned in turn, again the best first. A member
     takes over mu and sigma of its source. A clone takes over mu alone and gets the prior's sigma, because its own
-    matches have yet to show how good it is.
+    matches have yet to show how good it is. Where members differ in rank, none starts from a source of higher rank.
     """
     saved = check_same_shape(root, shape)
     check_one_moment(root, saved)
@@ -142,14 +143,20 @@ def _start_from_population(root: Path, model: torch.nn.Module, population: Popul
                 f"{root / POPULATION_FILE}: field `members` holds no {role}. Name a population that has both "
                 "roles, or an adapter for each role (`{'student': ...}`)."
             )
-        for place, member in enumerate(population.role(role)):
-            source: dict[str, Any] = ranked[place % len(ranked)]
+        taken: Counter[str] = Counter()
+        # Those of the lowest rank choose first, because the others can start from every source that these can.
+        for member in sorted(population.role(role), key=lambda m: m.settings.get("lora_r", shape.lora["r"])):
+            rank = member.settings.get("lora_r", shape.lora["r"])
+            fitting = [m for m in ranked if m.get("settings", {}).get("lora_r", saved["lora"]["r"]) <= rank]
+            # Of those that were taken least often, the best. Where none fits, `write_adapter` says so.
+            source: dict[str, Any] = min(fitting or ranked, key=lambda m: taken[m["name"]])
             adapter, found = population.adapter(member.name), root / source["adapter"]
             if "lora_r" in {*source.get("settings", {}), *member.settings}:  # its rank or alpha may be another one
                 write_adapter(model, adapter, found, shape)
             else:
                 write_member_file(model, adapter, found / "adapter_model.safetensors")
             member.mu = source["mu"]
-            member.sigma = source["sigma"] if place < len(ranked) else PRIOR_SIGMA
+            member.sigma = PRIOR_SIGMA if taken[source["name"]] else source["sigma"]
+            taken[source["name"]] += 1
             member.parents = (f"{source['name']}@{source['version']}",)
             member.operator = "warm_start"

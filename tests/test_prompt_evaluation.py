@@ -1,0 +1,127 @@
+"""A dataset run is evaluated as TRL evaluates, member by member, and the best member lies at the root."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from tests.populora_run import ON_PROMPTS
+from tests.prompt_runs import QUESTIONS, brief
+from tests.small_run import small_lora
+from trl_populora import PopuLoRAConfig, PopuLoRATrainer
+from trl_populora.lora.members import read_member, write_member
+from trl_populora.run.read import read_lines, read_population
+
+
+OPTIONS = {name: value for name, value in ON_PROMPTS.items() if name != "on_prompts"}
+HELD_OUT = QUESTIONS.select(range(3))
+
+
+def build(base, output_dir, reward, held_out=HELD_OUT, **options):
+    args = PopuLoRAConfig(str(output_dir), **(OPTIONS | {"save_strategy": "no"} | options))
+    return PopuLoRATrainer(base, reward, args, QUESTIONS, held_out, peft_config=small_lora())
+
+
+def pay_by_step(completion_ids, member, trainer_state, **columns) -> list[float]:
+    """Pays most after step 2, and there most to student_2."""
+    step = trainer_state.global_step
+    bonus = {"student_2": 0.1} if step == 2 else {"student_1": 0.1}
+    return [float(step == 2) + bonus.get(name, 0.0) for name in member]
+
+
+def test_the_best_members_by_eval_reward_are_loaded_and_the_best_of_them_lies_at_the_root(random_base, tmp_path):
+    every_step = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "max_steps": 4}
+    trainer = build(random_base, tmp_path, pay_by_step, **every_step, **best)
+    trainer.train()
+    checkpoint = tmp_path / "checkpoint-2"
+    assert trainer.state.best_model_checkpoint == str(checkpoint)
+    trainer.save_model()
+    saved, then = read_population(tmp_path), read_population(checkpoint)
+    assert (saved["step"], saved["best_student"], saved["best_student_by"]) == (
+        2,
+        "student_2",
+        "reward on eval_dataset",
+    )
+    assert saved["members"] == then["members"]
+    assert {event["step"] for event in read_lines(tmp_path / "lineage.jsonl")} <= {0, 1, 2}
+    for name in trainer.population.names:
+        weights = f"members/{name}/adapter_model.safetensors"
+        assert (tmp_path / weights).read_bytes() == (checkpoint / weights).read_bytes()
+    root = Path(tmp_path, "adapter_model.safetensors").read_bytes()
+    assert root == Path(tmp_path, "members/student_2/adapter_model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("prompts", "why"), [("shared", "rating"), ("own", "reward")], ids=["else by rating", "else by reward"]
+)
+def test_without_an_evaluation_of_these_weights_the_best_is_told_otherwise(random_base, tmp_path, prompts, why):
+    def pay(completion_ids, member, **columns):
+        return [float(name == "student_3") for name in member]
+
+    options = {"eval_on_start": True, "max_steps": 1, "evolve_every": 0, "member_prompts": prompts}
+    trainer = build(random_base, tmp_path, pay, **options)
+    trainer.train()
+    trainer.save_model()
+    saved = read_population(tmp_path)
+    assert (saved["best_student"], saved["best_student_by"]) == ("student_3", why)
+    trainer.evaluate()
+    assert trainer.describe()["best_student_by"] == "reward on eval_dataset"
+
+
+class Count:
+    """A reward function that counts who answered what, and pays by the length."""
+
+    __name__ = "count"
+
+    def __init__(self):
+        self.rows = Counter()
+        self.paid: dict[str, list[float]] = {}
+
+    def __call__(self, prompts, completion_ids, member, **columns):
+        for name, prompt, ids in zip(member, prompts, completion_ids, strict=True):
+            self.rows[name, prompt] += 1
+            self.paid.setdefault(name, []).append(len(ids) / 10)
+        return [len(ids) / 10 for ids in completion_ids]
+
+
+@pytest.mark.parametrize("attempts", [1, 3])
+def test_every_member_answers_every_prompt_as_often_as_asked_before_any_training(random_base, tmp_path, attempts):
+    count = Count()
+    # 3 prompts of 4 members in batches of 15, or with one attempt 5: the last batch is smaller.
+    options = {"num_generations_eval": attempts, "per_device_eval_batch_size": 5 * attempts, "eval_strategy": "steps"}
+    trainer = build(random_base, tmp_path, count, **options)
+    for place, name in enumerate(trainer.population.names):
+        factors = read_member(trainer.model, name)
+        write_member(trainer.model, name, {key: value + 0.1 * place for key, value in factors.items()})
+    found = trainer.evaluate()
+    assert count.rows == {
+        (name, prompt): attempts for name in trainer.population.names for prompt in HELD_OUT["prompt"]
+    }
+    for name, paid in count.paid.items():
+        assert found[f"eval_member/{name}/reward"] == pytest.approx(fmean(paid))
+    assert trainer.describe()["best_student_by"].endswith("reward on eval_dataset")
+
+
+def test_a_batch_that_cuts_attempts_at_a_prompt_apart_is_refused(random_base, tmp_path):
+    trainer = build(random_base, tmp_path, brief, num_generations_eval=3, per_device_eval_batch_size=8)
+    with pytest.raises(ValueError, match="`num_generations_eval=3` does not divide .* `per_device_eval_batch_size=8`"):
+        trainer.evaluate()
+
+
+def test_of_several_tables_each_has_its_own_figures_and_decides_alike(random_base, tmp_path):
+    tables = {"short": HELD_OUT, "long": QUESTIONS}
+    steps = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_long_reward_best"}
+    trainer = build(random_base, tmp_path, brief, tables, **steps, **best)
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "eval_long_reward_best" in entry]
+    assert trainer.state.best_metric == max(entry["eval_long_reward_best"] for entry in logs)
+    names = ["reward_best", "reward_worst", *(f"member/student_{n}/reward" for n in range(4))]
+    for table in tables:
+        (first, *_) = [entry for entry in trainer.state.log_history if f"eval_{table}_runtime" in entry]
+        assert {f"eval_{table}_{name}" for name in names} <= first.keys()
+        assert not {f"eval_{name}" for name in names} & first.keys()
