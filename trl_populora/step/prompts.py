@@ -153,12 +153,13 @@ class MemberScores:
 
         Args:
             step: Optimizer steps of the members.
-            means: Mean rewards by `name@version`.
+            means: Mean rewards by `name@version`; NaN of a member that no function judges.
         """
         if step != self.step:
             self.step, self._tables = step, []
-        self._tables.append(dict(means))
-        self.evaluated = {name: fmean(table[name] for table in self._tables) for name in means}
+        self._tables.append({name: mean for name, mean in means.items() if not math.isnan(mean)})
+        names = dict.fromkeys(name for table in self._tables for name in table)
+        self.evaluated = {name: fmean(table[name] for table in self._tables if name in table) for name in names}
 
     def describe(self, member: Member) -> dict[str, Any]:
         """Returns a member's figures for `population.json`; `None` where there is none."""
