@@ -640,9 +640,7 @@ class PopuLoRATrainer(HubTrainer):
             slots, played.records, played.worth.rewards, played.rewards, self.reward_func_names, lengths
         )
         means = {member.name: figures[f"member/{slot}/reward"] for slot, member in slots.items() if member}
-        self.scores.trained = {
-            self.population[name].identity: mean for name, mean in means.items() if not math.isnan(mean)
-        }
+        self.scores.trained = {self.population[name].identity: mean for name, mean in means.items()}
         if self.args.member_prompts == "shared":
             rate_by_rewards(self.population, means)
             figures |= self.population.metrics(("student",))
