@@ -72,6 +72,21 @@ def test_without_an_evaluation_of_these_weights_the_best_is_told_otherwise(rando
     assert trainer.describe()["best_student_by"] == "reward on eval_dataset"
 
 
+@pytest.mark.parametrize("evaluates", [False, True], ids=["in training", "in an evaluation"])
+def test_a_member_that_no_function_judges_is_not_the_best(random_base, tmp_path, evaluates):
+    def pay(completion_ids, member, **columns):
+        return [{"student_0": None, "student_2": 1.0}.get(name, 0.0) for name in member]
+
+    trainer = build(random_base, tmp_path, pay, max_steps=1, evolve_every=0, member_prompts="own")
+    trainer.train()
+    if evaluates:
+        trainer.evaluate()
+    trainer.save_model()
+    saved = read_population(tmp_path)
+    assert saved["best_student"] == "student_2"
+    assert saved["members"][0]["eval_reward" if evaluates else "reward"] is None
+
+
 class Count:
     """A reward function that counts who answered what, and pays by the length."""
 

@@ -116,6 +116,11 @@ class PromptScorer(Scorer):
         ]
 
 
+def _leave_out_nan(means: Mapping[str, float]) -> dict[str, float]:
+    """Leaves out the members that no function judges."""
+    return {name: mean for name, mean in means.items() if not math.isnan(mean)}
+
+
 class MemberScores:
     """
     The last mean reward of each member, in training and on `eval_dataset`, by `name@version`.
@@ -145,7 +150,7 @@ class MemberScores:
         """
         if self.evaluated and self.step == step:
             return self.evaluated, "reward on eval_dataset"
-        return ({}, "rating") if rated else (self.trained, "reward")
+        return ({}, "rating") if rated else (_leave_out_nan(self.trained), "reward")
 
     def note_evaluation(self, step: int, means: Mapping[str, float]) -> None:
         """
@@ -153,17 +158,18 @@ class MemberScores:
 
         Args:
             step: Optimizer steps of the members.
-            means: Mean rewards by `name@version`.
+            means: Mean rewards by `name@version`; NaN of a member that no function judges.
         """
         if step != self.step:
             self.step, self._tables = step, []
-        self._tables.append(dict(means))
-        self.evaluated = {name: fmean(table[name] for table in self._tables) for name in means}
+        self._tables.append(_leave_out_nan(means))
+        names = dict.fromkeys(name for table in self._tables for name in table)
+        self.evaluated = {name: fmean(table[name] for table in self._tables if name in table) for name in names}
 
     def describe(self, member: Member) -> dict[str, Any]:
         """Returns a member's figures for `population.json`; `None` where there is none."""
         return {
-            "reward": self.trained.get(member.identity),
+            "reward": _leave_out_nan(self.trained).get(member.identity),
             "eval_reward": self.evaluated.get(member.identity),
             "eval_step": self.step if member.identity in self.evaluated else None,
         }
