@@ -713,7 +713,7 @@ class PopuLoRATrainer(HubTrainer):
         if self.use_vllm:
             with self.router.route_to(members):
                 return self._generate_single_turn(prompt_ids, None, {}, 1)
-        each = self._temperatures
+        each = self._temperatures if self.game is None else []
         temperatures = [self.temperature if member == BASE else each[member] for member in members] if each else None
         if self._generates_whole:
             return self._complete_whole(prompt_ids, members, temperatures), None
@@ -859,7 +859,7 @@ class PopuLoRATrainer(HubTrainer):
         def forward(batch: microbatch.Batch) -> torch.Tensor:
             layout = microbatch.read_layout(batch)
             heads = batch["member"][layout.heads]
-            scored = self._score_by_member(model, heads)
+            scored = self._score_by_member(model, heads) if self.game is None else model
             with self.router.route_to(heads):
                 return layout.log_probs(compute, scored, *microbatch.join(batch), self.scorer.sharing)[0]
 
@@ -883,7 +883,8 @@ class PopuLoRATrainer(HubTrainer):
         heads = inputs["member"][layout.heads]
         self.router.set(heads, inputs["member_factor"][layout.heads])  # the backward needs it
         compute = super()._get_per_token_logps_and_entropies
-        scored, betas = self._score_by_member(model, heads), start.choose_betas(self.args, self.population)
+        scored = self._score_by_member(model, heads) if self.game is None else model
+        betas = start.choose_betas(self.args, self.population)
 
         def log_probs(model, ids, mask, length, **kwargs):
             found = layout.log_probs(partial(compute, **kwargs), scored, ids, mask, length, self.scorer.sharing)
@@ -1006,7 +1007,8 @@ class PopuLoRATrainer(HubTrainer):
         adapter, member = self.population.adapter(name), self.population[name]
         settings = member.settings if settings is None else settings
         try:
-            lora_members.set_rank(self.model_wrapped, adapter, settings)
+            if settings:
+                lora_members.set_rank(self.model_wrapped, adapter, settings)
             lora_members.write_member(self.model_wrapped, adapter, factors)
         except ValueError:
             lora_members.set_rank(self.model_wrapped, adapter, member.settings)  # nothing has been written

@@ -349,7 +349,8 @@ class EvolutionCallback(TrainerCallback):
         child = self._broadcast_from_main(breed(birth, factors))
         likeness = [compare(child, parent) for parent in factors]
         mu, sigma = rate_newborn(parents)
-        settings = inherit(parents[0], self.breeding.hyperparameter_noise, birth.seed)
+        noise = self.breeding.hyperparameter_noise
+        settings = inherit(parents[0], noise, birth.seed) if parents[0].settings else {}
         self.replace(
             birth.name,
             child,

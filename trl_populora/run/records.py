@@ -61,13 +61,13 @@ def write_rollouts(
     Returns:
         `Path`: The file. It appears whole or not at all.
     """
+    versions = [population[row.member].version for row in rows]
+    of_members = {"member": [row.member for row in rows], "version": versions}
+    of_members |= {f"rewards/{name}": list(values) for name, values in (by_function or {}).items()}
     table = pa.table(
         {
             "step": [step] * len(rows),
-            **(_tell_game(rows) if by_function is None else {"member": [row.member for row in rows]}),
-            "version": [population[row.member].version for row in rows],
-            **({"opponent": _find_opponents(rows)} if by_function is None else {}),
-            **{f"rewards/{name}": list(values) for name, values in (by_function or {}).items()},
+            **(_tell_game(rows, versions) if by_function is None else of_members),
             "reward": list(rewards),
             "advantage": list(advantages),
             "prompt": [_join_turns(row.prompt) for row in rows],
@@ -83,19 +83,15 @@ def write_rollouts(
     return path
 
 
-def _tell_game(rows: Sequence[Any]) -> dict[str, Any]:
-    """Returns the columns that say what was proposed and attempted."""
+def _tell_game(rows: Sequence[Any], versions: Sequence[int]) -> dict[str, Any]:
+    """Returns the columns that say who proposed and attempted what."""
     columns = {name: [getattr(row, name) for row in rows] for name in (*Row.COLUMNS, "archived", "reject_detail")}
     # With the type given, a step whose tasks all lack features has the same schema as other steps.
-    columns["features"] = pa.array([list(row.features) for row in rows], pa.list_(pa.string()))
-    return columns
-
-
-def _find_opponents(rows: Sequence[Any]) -> list[str]:
-    """Finds the other member of each row's match."""
+    features = pa.array([list(row.features) for row in rows], pa.list_(pa.string()))
     players = {(row.match, row.role): row.member for row in rows}
     other = {"teacher": "student", "student": "teacher"}
-    return [players.get((row.match, other[row.role]), "") for row in rows]
+    opponents = [players.get((row.match, other[row.role]), "") for row in rows]
+    return columns | {"features": features, "version": list(versions), "opponent": opponents}
 
 
 def _join_turns(prompt: str | Messages) -> str:
