@@ -28,6 +28,7 @@ CASES = {
     "weights of rewards": {"loss_type": "dapo", "reward_weights": [2.0, 0.5]},
 }
 STEPS = 10
+STEPS_OF_FOUR = 4  # of each of 15 runs
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,7 @@ def test_a_population_of_one_is_trls_own_run(random_base, start, tmp_path, case)
 
 @pytest.mark.parametrize("case", ["dapo", "two optimizer steps a generation, twice", "a pull to the base"])
 def test_a_population_of_four_is_four_runs(random_base, start, tmp_path, case):
-    options, writers = CASES[case] | {"max_steps": STEPS}, ["a", "b", "c", "d"]
+    options, writers = CASES[case] | {"max_steps": STEPS_OF_FOUR}, ["a", "b", "c", "d"]
     trainer, judge, gradients, factors = population_run(random_base, tmp_path / "ours", writers, **options)
     for place, (member, writer) in enumerate(zip(trainer.population.names, writers, strict=True)):
         stock = stock_run(random_base, start, tmp_path / writer, writer, **options)
@@ -77,7 +78,7 @@ def test_a_population_of_four_is_four_runs(random_base, start, tmp_path, case):
             own = slice(place * rows, (place + 1) * rows)
             assert {name: each[own] for name, each in mine.items() if name != "member"} == theirs
             assert mine["member"][own] == [member] * rows
-        assert len(gradients) == len(stock[2]) == STEPS
+        assert len(gradients) == len(stock[2]) == STEPS_OF_FOUR
         for key, gradient in stock[2][0].items():
             atol = 1e-5 * gradient.abs().max().item()
             torch.testing.assert_close(gradients[0][member][key], gradient, rtol=0, atol=atol)
