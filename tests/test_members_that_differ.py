@@ -25,7 +25,7 @@ from trl_populora.start import list_lora_configs
 
 
 WRITERS = ["a", "b", "c", "d"]
-STEPS = 4  # of each of 55 runs
+STEPS = 4  # of each of 50 runs
 CASES = {
     "rates": {"learning_rate": [1e-2, 3e-3, 2e-2, 1e-3]},
     "pulls to the base": {"beta": [0.04, 0.0, 0.3, 0.04]},
