@@ -14,8 +14,8 @@ from datasets import Dataset
 from trl import GRPOConfig, TrlParser
 
 from tests import glossary
+from tests.glossary import table
 from tests.recipe_runs import PROMPTS, ROOT
-from tests.test_run_pages import FILES, table
 from trl_populora import cli
 from trl_populora.config import MemberConfig, PopuLoRAConfig
 from trl_populora.hub.card import write_card
@@ -134,7 +134,10 @@ class TestRun:
         assert not any(re.search("teacher|propose|solve|verify", key) for entry in entries for key in entry)
 
     def test_rollouts_have_the_columns_of_the_page(self, run):
-        page = [(cells[0].strip("`"), cells[1]) for cells in table(FILES, "Rollouts of a dataset run")]
+        page = [
+            (cells[0].strip("`"), cells[1])
+            for cells in table((ROOT / "docs" / "files.md").read_text(), "Rollouts of a dataset run")
+        ]
         for path in run.glob("rollouts/*.parquet"):
             columns = [(field.name, str(field.type)) for field in pq.read_schema(path)]
             functions = [("rewards/{function}", "double")]

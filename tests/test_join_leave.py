@@ -433,7 +433,10 @@ def test_changes_at_the_wrong_time_or_with_unknown_settings_are_refused(random_b
     trainer, _ = run(random_base, tmp_path, num_iterations=2, max_steps=7, max_members=4, **actions)
     assert "RuntimeError: `remove_member` after optimizer step 1: rows of this generation" in errors["amid"]
     assert "multiple of 2 optimizer steps" in errors["amid"]
-    assert errors["unknown"] == "TypeError: A member has no settings colour of its own, only learning_rate."
+    assert (
+        errors["unknown"]
+        == "TypeError: A member has no settings colour of its own, only learning_rate, beta, epsilon, temperature."
+    )
     assert "`learning_rate` must be" in errors["range"]
     assert "nobody" in errors["like"]
     assert trainer.population.names == ["student_0", "student_1", "student_2"]
@@ -515,7 +518,7 @@ def test_reports_tell_who_joined_and_left(random_base, tmp_path):
     family = {each["member"]: each for each in list_family(members, lines)}
     assert family["student_0@0"]["replaced"] == 2
     assert (family["late@0"]["born"], family["late@0"]["generation"]) == (2, 1)
-    assert "none: student_0@0 left" in _write_lineage(tmp_path / "lineage.jsonl")
+    assert "none: student_0@0 left" in _write_lineage(lines)
     figure = Figure()
     draw_lineage(figure, load_run(tmp_path))
     bars = [line.get_xdata().tolist() for line in figure.axes[0].lines if line.get_linewidth() == 5]

@@ -576,7 +576,8 @@ class TestReadme:
         """Nothing in it may need a GPU; its adapters are what its last comment says."""
         readme = Path(__file__).parent.parent / "README.md"
         section = readme.read_text().partition("## In your own script\n")[2].partition("\n## ")[0]
-        (script,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+        # The second script, for a dataset of prompts, is a test of its own (`test_dataset_runs.py`).
+        script, _ = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
         small = "teachers=1, students=1, proposals_per_teacher=2, attempts_per_task=2, per_device_train_batch_size=6"
         small += ", max_steps=1, max_completion_length=8, prompt_style='compact', sandbox_workers=1"
         for text, replacement in {

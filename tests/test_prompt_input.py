@@ -39,7 +39,7 @@ def needs_level(level, **columns):
         ({"table": QUESTIONS.to_iterable_dataset()}, TypeError, "`IterableDataset`.*without `streaming=True`"),
         ({"table": DatasetDict(train=QUESTIONS)}, ValueError, r"splits train. Give one of them: `dataset\['train'\]`"),
         ({"table": QUESTIONS.select([])}, ValueError, "`train_dataset` is empty"),
-        ({"table": QUESTIONS.select([0])}, ValueError, "has 1 prompts, and one generation takes 2 of each member"),
+        ({"table": QUESTIONS.select([0])}, ValueError, "has 1 prompts, and one generation takes 2 for each member"),
         ({"table": QUESTIONS.add_column("member", [0] * 7)}, ValueError, "column `member`.*Rename it"),
         ({"table": QUESTIONS.add_column("image", [""] * 7)}, ValueError, "column `image`.*Remove it"),
         ({"table": QUESTIONS.remove_columns("level"), "functions": needs_level}, TypeError, "asks for `level`"),

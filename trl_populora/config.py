@@ -360,7 +360,8 @@ class PopuLoRAConfig(GRPOConfig):
             # It may be the config of a dataset run, which the trainer will know.
             if self._list_game_options():
                 raise
-            if any(self._given[name] != value for name, value in PROMPT_OPTIONS.items()):
+            lists = any(isinstance(self._given[name], (list, tuple)) for name in MEMBER_OPTIONS)
+            if lists or any(self._given[name] != value for name, value in PROMPT_OPTIONS.items()):
                 self.for_prompts()  # raises what is wrong with it
             if not self._fits_prompts():
                 raise
