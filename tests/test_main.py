@@ -287,7 +287,7 @@ def test_what_a_training_command_refuses_is_one_line(command, options, told, tmp
     [
         ("taechers: 4", "recipe.yaml, line 2: there is no option `taechers`. Did you mean `teachers`. `populora"),
         ("  'nothing_like_it' : 4", "recipe.yaml, line 2: there is no option `nothing_like_it`. `populora"),
-        ("lora_r: [8, 16]", r"`peft_config` is a list of 2 configs, .* on a command line, one `lora_r` and one"),
+        ("lora_r: [8, 16]", r"`peft_config` is a list of 2 configs, .*on a command line, one `lora_r` and one"),
     ],
 )
 def test_a_wrong_line_of_a_recipe_is_named(line, told, tmp_path, monkeypatch):

@@ -296,7 +296,7 @@ def test_bad_lists_are_refused(options, said):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"learning_rate": [1e-6, 3e-6]}, "`learning_rate=.*` lists a value for each member, which needs a"),
+        ({"learning_rate": [1e-6, 3e-6] * 2}, "`learning_rate=.*` lists a value for each member, which needs a"),
         ({"hyperparameter_noise": 0.1}, "`hyperparameter_noise=0.1` needs a `train_dataset`"),
     ],
 )
