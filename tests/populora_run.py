@@ -146,8 +146,18 @@ def cut_run(base: str, output_dir: str, settings: dict, cut: int):
     return trainer
 
 
+def find_optimizer(trainer):
+    """The optimizer itself, without the wrappers of accelerate and DeepSpeed."""
+    found = trainer.optimizer
+    while hasattr(found, "optimizer"):
+        found = found.optimizer
+    return found
+
+
 def state_of(trainer) -> dict:
     """Everything that must be equal after equal runs: adapters, state, records; times left out."""
+    import torch
+
     from trl_populora.lora.members import read_member
     from trl_populora.run.checkpoint import collect_game_state
     from trl_populora.run.read import read_lines
@@ -159,7 +169,9 @@ def state_of(trainer) -> dict:
         "game": json.dumps(collect_game_state(trainer._stateful, trainer.archive)),
         "archive": [] if trainer.archive is None else list(trainer.archive.entries()),
         "optimizer": [
-            value.tolist() for state in trainer.optimizer.state_dict()["state"].values() for value in state.values()
+            value.tolist() if isinstance(value, torch.Tensor) else value
+            for state in find_optimizer(trainer).state_dict()["state"].values()
+            for value in state.values()
         ],
         "lineage": read_lines(lineage) if (lineage := run / "lineage.jsonl").exists() else [],
         "history": [timeless(entry) for entry in trainer.state.log_history if "train_loss" not in entry],
