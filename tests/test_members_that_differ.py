@@ -93,14 +93,14 @@ def unequal_run(random_base, tmp_path_factory):
     return trainer, output_dir
 
 
-def start_unequal(base, output_dir):
+def start_unequal(base, output_dir, ranks=(4, 2, 8, 1), alphas=(8, 2, 32, 5), betas=(0.04, 0.0, 0.3, 0.04)):
     trainer, _ = population_trainer(
         base,
         output_dir,
         WRITERS,
-        lora=list_loras([4, 2, 8, 1], [8, 2, 32, 5]),
+        lora=list_loras(list(ranks), list(alphas)),
         learning_rate=[1e-2, 3e-3, 2e-2, 1e-3],
-        beta=[0.04, 0.0, 0.3, 0.04],
+        beta=list(betas),
         evolve_every=2,
         evolve_burn_in=0,
         crossover_rate=0.0,
@@ -173,17 +173,7 @@ def test_a_resumed_run_has_the_same_children_rates_and_ranks(random_base, unequa
 def test_a_resume_with_other_values_for_members_is_refused(random_base, unequal_run, tmp_path):
     _, output_dir = unequal_run
     shutil.copytree(output_dir / "checkpoint-3", tmp_path / "checkpoint-3")
-    options = {"evolve_every": 2, "evolve_burn_in": 0, "crossover_rate": 0.0, "hyperparameter_noise": 0.5}
-    trainer, _ = population_trainer(
-        random_base,
-        tmp_path,
-        WRITERS,
-        lora=list_loras([8, 8, 8, 8], [32, 32, 32, 32]),
-        learning_rate=[1e-2, 3e-3, 2e-2, 1e-3],
-        beta=[0.04, 0.0, 0.3, 0.05],
-        max_steps=7,
-        **options,
-    )
+    trainer = start_unequal(random_base, tmp_path, [8] * 4, [32] * 4, [0.04, 0.0, 0.3, 0.05])
     with pytest.raises(ValueError, match=r"`beta` was \[0.04, 0.0, 0.3, 0.04\], is .*`lora_r` was \[4, 2, 8, 1\], is"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
 

@@ -65,7 +65,7 @@ from trl_populora.step.by_row import PerRow, divide_scores
 from trl_populora.step.microbatch import LossMetrics, MemberMetrics
 from trl_populora.step.play import Game, play_step
 from trl_populora.step.player import Completion, Messages, Player
-from trl_populora.step.prompts import MemberScores, PromptRow, PromptScorer, measure_members
+from trl_populora.step.prompts import MemberScores, PromptRow, PromptScorer, measure_members, sum_rewards
 from trl_populora.step.referee import Referee, count_free_tokens, trained_context
 from trl_populora.step.rows import LOG_METRIC, Played, Row, name_own_metrics
 from trl_populora.tasks.archive import TaskArchive
@@ -191,12 +191,13 @@ class PopuLoRATrainer(HubTrainer):
         **unsupported: Any,
     ):
         args = start.settle(PopuLoRAConfig("populora") if args is None else args, train_dataset)
-        lora_configs = start.list_lora_configs(peft_config, args, has_prompts(train_dataset))
+        prompts = has_prompts(train_dataset)
+        lora_configs = start.list_lora_configs(peft_config, args, prompts)
         widest = find_widest(lora_configs)
         start.check_setup(args, unsupported, model, widest)
         args = start.copy_settings(args)
         parts = None  # of the game; a dataset run has none
-        if has_prompts(train_dataset):
+        if prompts:
             inputs = start.make_prompt_inputs(
                 args, train_dataset, eval_dataset, reward_funcs, reward_processing_classes
             )
@@ -536,8 +537,7 @@ class PopuLoRATrainer(HubTrainer):
 
     def _note_evaluated(self, inputs: list[dict[str, Any]], rewards: torch.Tensor) -> None:
         """Keeps the rewards of an evaluation's rows, `[W * R, functions]`, by member."""
-        total = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
-        total[rewards.isnan().all(dim=1)] = math.nan
+        total = sum_rewards(rewards, self.reward_weights)
         # On several processes, accelerate fills the last batch up with the first rows of the table once more.
         rows = len(self.callback_handler.eval_dataloader.dataset) // len(self.population.adapters)
         for name, reward in zip(gather_object([row[MEMBER] for row in inputs]), total.tolist(), strict=True):
@@ -1007,21 +1007,25 @@ class PopuLoRATrainer(HubTrainer):
         adapter, member = self.population.adapter(name), self.population[name]
         settings = member.settings if settings is None else settings
         try:
-            if settings:
-                lora_members.set_rank(self.model_wrapped, adapter, settings)
-            lora_members.write_member(self.model_wrapped, adapter, factors)
+            self._renew(adapter, factors, settings)
         except ValueError:
             lora_members.set_rank(self.model_wrapped, adapter, member.settings)  # nothing has been written
             raise
+        self._buffered_inputs = None
+        self.population.replace(
+            name, step=step, parents=tuple(parents), operator=operator, mu=mu, sigma=sigma, settings=settings
+        )
+
+    def _renew(self, adapter: str, factors: Mapping[str, torch.Tensor], settings: Mapping[str, Any]) -> None:
+        """Gives an adapter to another individual: its rank, weights and learning rate, and new optimizer state."""
+        if settings:
+            lora_members.set_rank(self.model_wrapped, adapter, settings)
+        lora_members.write_member(self.model_wrapped, adapter, factors)
         if self.optimizer is not None:
             lora_members.reset_optimizer_state(self.optimizer, self.model_wrapped, adapter)
             if (rate := settings.get("learning_rate")) is not None:
                 lora_members.set_learning_rate(self.optimizer, self.lr_scheduler, adapter, rate)
-        self._buffered_inputs = None
         self._last_loaded_step = -1  # makes TRL call `sync_weights` before it generates, also within this step
-        self.population.replace(
-            name, step=step, parents=tuple(parents), operator=operator, mu=mu, sigma=sigma, settings=settings
-        )
 
     def add_member(self, name: str, *, like: str | None = None, **settings: Any) -> None:
         """
@@ -1041,7 +1045,7 @@ class PopuLoRATrainer(HubTrainer):
         Raises:
             `KeyError`: If there is no member `like`.
             `RuntimeError`: If no training is under way, or rows of the last generation still wait for an update.
-            `TypeError`: If a setting is unknown.
+            `TypeError`: If a setting is unknown or no number.
             `ValueError`: If the name is no file name or is taken, or no slot is empty, or a setting is out of range;
                 in the game, with `halve_every`, and under DeepSpeed or FSDP.
         """
@@ -1053,11 +1057,7 @@ class PopuLoRATrainer(HubTrainer):
         step, identities = self.state.global_step, tuple(parent.identity for parent in parents)
         member = self.population.join(name, step=step, parents=identities, **rating)
         adapter, member.settings = self.population.adapter(name), settings
-        lora_members.set_rank(self.model, adapter, settings)
-        lora_members.write_member(self.model_wrapped, adapter, factors)
-        lora_members.reset_optimizer_state(self.optimizer, self.model_wrapped, adapter)
-        lora_members.set_learning_rate(self.optimizer, self.lr_scheduler, adapter, settings["learning_rate"])
-        self._last_loaded_step = -1  # makes TRL call `sync_weights` before it generates
+        self._renew(adapter, factors, settings)
         told = [{"member": each.identity, "mu": each.mu, "sigma": each.sigma, "age": each.age} for each in parents]
         self._note_lineage(
             child=member.identity,

@@ -122,8 +122,8 @@ def set_rank(model: nn.Module, name: str, settings: Mapping[str, Any]) -> None:
     Gives a member a rank and alpha of its own. Write the member anew afterwards ([`write_member`]).
 
     The matrices of all members have the largest rank. A member of a smaller rank has zeros in the further rows of A
-    and columns of B. Their gradients are zero, so they stay zero. Modules that `rank_pattern` or `alpha_pattern` names
-    keep the rank or alpha that stands there.
+    and columns of B. These entries get gradients of zero, so training leaves them zero. Modules that `rank_pattern` or
+    `alpha_pattern` names keep the rank or alpha that stands there.
 
     Args:
         model: The model, wrapped or not.

@@ -286,7 +286,8 @@ class Population:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """
-        Restores a state that `state_dict` returned. Of students alone, the saved ones take the place of these.
+        Restores a state that `state_dict` returned. Where there are no teachers, the saved students replace those that
+        are here, because some may have joined or left.
 
         Raises:
             `ValueError`: If the members of the saved population have other names than those of this one, unless both

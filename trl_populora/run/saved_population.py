@@ -86,9 +86,9 @@ _DECIDED_BY_CHECKPOINT = (
     "base_revision",
     *OPTIMIZER,
 )
-# Settings that may have a value for each member.
+# Settings that a run may list with a value for each member. The checkpoint has the values, so a resume refuses others.
 BY_MEMBER = ("beta", "epsilon", "temperature", "lora_r", "lora_alpha")
-# In a dataset run these decide which prompts come after a number of steps.
+# A resumed dataset run must go on at the prompt after the last one. These settings decide which one that is.
 _DECIDED_BY_PLACE = (
     "attempts_per_task",
     "num_iterations",

@@ -69,10 +69,7 @@ class PromptScorer(Scorer):
         self._judges = False  # whether a function has given a number in this training
 
     def _weigh_rewards(self, played: Played, members_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
-        per_function = played.rewards
-        rewards_R = (per_function * self.reward_weights.to(per_function.device)).nansum(dim=1)
-        # A row that no function judges has no reward, and not the reward 0.
-        rewards_R[per_function.isnan().all(dim=1)] = math.nan
+        rewards_R = sum_rewards(played.rewards, self.reward_weights)
         # Once a function has given a number, a generation without any is trained on with advantage 0, as in TRL.
         self._judges = self._judges or not bool(rewards_R.isnan().all())
         if not self._judges:
@@ -119,6 +116,15 @@ class PromptScorer(Scorer):
 def _leave_out_nan(means: Mapping[str, float]) -> dict[str, float]:
     """Leaves out the members that no function judges."""
     return {name: mean for name, mean in means.items() if not math.isnan(mean)}
+
+
+def sum_rewards(per_function: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """
+    Sums the weighted rewards of each row, `[R, functions]` to `[R]`. A row that no function judges has no reward
+    (NaN), and not the reward 0.
+    """
+    total = (per_function * weights.to(per_function.device)).nansum(dim=1)
+    return total.masked_fill(per_function.isnan().all(dim=1), math.nan)
 
 
 class MemberScores:

@@ -98,10 +98,11 @@ def expand_by_member(table: Dataset, slots: Sequence[str]) -> Dataset:
 
 class MemberSampler(Sampler):
     """
-    Deals the rows of an expanded table: a generation holds each slot's rows one after the other.
+    Deals the rows of an expanded table. A generation holds all rows of the first slot, then all of the second, and so
+    on.
 
     Each slot's rows come in the order in which TRL's sampler gives them to a run of its member alone. On several
-    processes a rank's part of a generation holds the same part of every slot's.
+    processes each gets an equal part of every slot's rows.
 
     Args:
         streams: TRL's sampler of each slot. Slots with equal samplers get the same prompts.
@@ -120,8 +121,8 @@ class MemberSampler(Sampler):
                 continue
             # TRL's sampler draws one permutation per pass from a generator that nothing rewinds.
             stream.generator.manual_seed(stream.seed)
-            for _ in islice(_draw_orders(stream), epoch):
-                pass
+            for _ in range(epoch):
+                torch.randperm(stream.num_samples, generator=stream.generator)
 
     def __iter__(self) -> Iterator[int]:
         passes = [iter(stream) for stream in self.streams]
@@ -136,21 +137,14 @@ class MemberSampler(Sampler):
         return sum(map(len, self.streams))
 
 
-def _draw_orders(stream: RepeatSampler) -> Iterator[None]:
-    """Draws one pass's permutation of a sampler each time."""
-    while True:
-        torch.randperm(stream.num_samples, generator=stream.generator)
-        yield
-
-
 class HalvingSampler(Sampler):
     """
     Deals the rows of an expanded table in a run with successive halving: each time the number of members has halved,
     those that stay get twice as many prompts in a generation, and a generation keeps its number of rows.
 
-    Before the first halving all rows are those of [`MemberSampler`] with equal streams. A member then gets several of
-    TRL's batches of prompts at once, and goes on with another pass over the table where one ends. Whom a row belongs
-    to says its place in the generation, not its slot: the sampler does not know who has stayed.
+    Before the first halving all rows are those of [`MemberSampler`] with equal streams. After it a member gets several
+    of TRL's batches of prompts at once, and goes on with another pass over the table where one ends. The sampler does
+    not know who has stayed: the place of a row in its generation says whose it is, and the slot of its index does not.
 
     Args:
         stream: TRL's sampler, of all members.
@@ -168,7 +162,7 @@ class HalvingSampler(Sampler):
         self.epoch = epoch
 
     def count_shares(self, generation: int) -> int:
-        """Counts the members' rows that one of those that are left has in a generation: 1, then 2, 4 and so on."""
+        """Counts how many members' shares of the rows each remaining member has in a generation: 1, then 2, 4..."""
         return min(self.members, 2 ** (generation // self.generations))
 
     def __iter__(self) -> Iterator[int]:
