@@ -170,7 +170,7 @@ def state_of(trainer) -> dict:
         "archive": [] if trainer.archive is None else list(trainer.archive.entries()),
         "optimizer": [
             value.tolist() if isinstance(value, torch.Tensor) else value
-            for state in find_optimizer(trainer).state_dict()["state"].values()
+            for state in find_optimizer(trainer).state.values()  # ZeRO-3 keys it by no parameter of the optimizer
             for value in state.values()
         ],
         "lineage": read_lines(lineage) if (lineage := run / "lineage.jsonl").exists() else [],
