@@ -262,11 +262,11 @@ class TestRatings:
 
     def test_former_fitness_culls_the_doubtful(self):
         """The package selects by mu; under the former rule the same population loses another member."""
-        slots = []
+        seats = []
         for rule in ratings.RULES.values():
             world = ratings.World(ratings.CELLS["tiny"], rule, seed=0)
             for index, member in enumerate(world.population.students):
                 member.mu, member.sigma, member.age = 20.0 + index, 1.0 + 3 * (index == 3), 20
             world.evolve(10)
-            slots += [member.name for member in world.population.students if member.version]
-        assert slots == ["student_3", "student_0"]
+            seats += [member.name for member in world.population.students if member.version]
+        assert seats == ["student_3", "student_0"]

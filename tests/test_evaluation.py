@@ -139,11 +139,11 @@ class TestSavedPopulations:
             *("pair teacher_0", "pair teacher_1", "agent teacher_0"),
             *("pair student_0", "pair student_1", "agent student_0"),
         ]
-        for slot, name in contest.names.items():
+        for seat, name in contest.names.items():
             run, member = name.split()
             adapter = "agent" if run == "agent" else member
             saved = load_file(runs / run / "members" / adapter / "adapter_model.safetensors")
-            live = read_member(contest.model, slot)
+            live = read_member(contest.model, seat)
             assert saved.keys() == live.keys()
             assert all(torch.equal(saved[key], live[key]) for key in saved)
 

@@ -195,9 +195,9 @@ class TestSimulation:
                 continue
             births = plan_births(population, breeding, random.Random(f"{seed} {step}"))
             for birth in births:
-                slot = population[birth.name]
-                rivals = [member for member in population.role(birth.role) if member is not slot]
-                log.append((birth, slot.age, population.fitness(slot), max(map(population.fitness, rivals))))
+                seat = population[birth.name]
+                rivals = [member for member in population.role(birth.role) if member is not seat]
+                log.append((birth, seat.age, population.fitness(seat), max(map(population.fitness, rivals))))
                 parents = [strength[parent] for parent in birth.parents]
                 mu, sigma = rate_newborn([population[parent] for parent in birth.parents])
                 population.replace(birth.name, step=step, operator=birth.operator, mu=mu, sigma=sigma)
@@ -326,7 +326,7 @@ class TestSettings:
 
 
 class Births:
-    """Takes note of every replacement on its way into the trainer: factors of parent, child, and slot after it."""
+    """Takes note of every replacement on its way into the trainer: factors of parent, child, and seat after it."""
 
     def __init__(self, trainer: PopuLoRATrainer):
         self.trainer, self.replace_member, self.seen = trainer, trainer.replace_member, {}
@@ -360,10 +360,10 @@ class TestCallback:
 
     def test_the_lineage_tells_what_the_population_holds(self, run):
         for event in lineage(run[0]):
-            slot = event["child"].split("@")[0]
-            member = run[0].population[slot]
-            assert event["child"] == f"{slot}@1" == member.identity
-            assert event["replaced"]["member"] == f"{slot}@0"
+            seat = event["child"].split("@")[0]
+            member = run[0].population[seat]
+            assert event["child"] == f"{seat}@1" == member.identity
+            assert event["replaced"]["member"] == f"{seat}@0"
             assert event["replaced"]["age"] == 2
             assert (member.born, member.operator, member.age) == (2, event["operator"], 2)
             assert member.parents == tuple(parent["member"] for parent in event["parents"])

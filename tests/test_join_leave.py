@@ -140,7 +140,7 @@ def test_who_joins_trains_like_a_new_run(random_base, tmp_path):
 
     def join(trainer) -> None:
         trainer.remove_member("student_1")
-        trainer.add_member("late")  # in the slot that has been used
+        trainer.add_member("late")  # in the seat that has been used
 
     trainer, calls = run(random_base, tmp_path / "joint", after_3=join, max_steps=8, **options)
     solo, solo_calls = run(random_base, tmp_path / "solo", ["late"], first=3, max_steps=5, **options)
@@ -155,7 +155,7 @@ def test_like_copies_weights_and_no_optimizer_state(random_base, tmp_path):
 
     def join(trainer) -> None:
         trainer.remove_member("student_0")
-        trainer.add_member("copy", like="student_2")  # in the slot that has been used
+        trainer.add_member("copy", like="student_2")  # in the seat that has been used
         found.update(read_all(trainer), rating=trainer.population["copy"].mu, model=trainer.population["student_2"].mu)
         states = [trainer.optimizer.state.get(p, {}) for p in member_parameters(trainer.model, "student_0").values()]
         found["moments"] = any(bool(torch.as_tensor(v).any()) for state in states for v in state.values())
@@ -165,7 +165,7 @@ def test_like_copies_weights_and_no_optimizer_state(random_base, tmp_path):
     assert found["rating"] == found["model"]
     assert not found["moments"]
     event = read_lines(tmp_path / "lineage.jsonl")[-1]
-    assert (event["child"], event["parents"][0]["member"], event["slot"]) == ("copy@0", "student_2@0", "student_0")
+    assert (event["child"], event["parents"][0]["member"], event["seat"]) == ("copy@0", "student_2@0", "student_0")
     assert trainer.population["copy"].parents == ("student_2@0",)
 
 
@@ -221,7 +221,7 @@ def test_a_resume_in_place_takes_back_who_left_later(random_base, tmp_path):
     assert not any((tmp_path / "left").iterdir())
 
 
-def test_metrics_of_every_slot_exist_from_the_start(random_base, tmp_path):
+def test_metrics_of_every_seat_exist_from_the_start(random_base, tmp_path):
     def join(trainer) -> None:
         trainer.add_member("late")
 
@@ -243,7 +243,7 @@ def test_evaluation_asks_those_that_are_there(random_base, tmp_path):
     asked = Counter(name for call in judge.calls for name in call["member"])
     assert asked == {"student_0": 16, "student_2": 16}
     told = trainer.state.log_history[-1]
-    empty = [slot for slot in trainer.population.adapters if told[f"eval_member/{slot}/reward"] is None]
+    empty = [seat for seat in trainer.population.adapters if told[f"eval_member/{seat}/reward"] is None]
     assert empty == ["student_1", "student_3"]
 
 
@@ -339,7 +339,7 @@ def test_halving_deals_the_same_part_of_every_members_rows_to_each_rank(ranks):
 
 
 REFUSED = {
-    "fewer slots than members": ({"max_members": 2}, "`max_members=2` is below `students=3`"),
+    "fewer seats than members": ({"max_members": 2}, "`max_members=2` is below `students=3`"),
     "a number of members that halves badly": (
         {"halve_every": 2, "max_steps": 8},
         "`students=3` cannot be halved .* power of two, such as 2",
@@ -356,7 +356,7 @@ REFUSED = {
         {"halve_every": 2, "students": 4, "max_steps": 8, "member_prompts": "own"},
         "`member_prompts='own'` clashes",
     ),
-    "halving with empty slots": (
+    "halving with empty seats": (
         {"halve_every": 2, "students": 4, "max_steps": 8, "max_members": 6},
         "`max_members=6` clashes .* Set it to 4",
     ),
@@ -379,26 +379,26 @@ def test_options_that_clash_are_refused(tmp_path, case):
 
 
 @pytest.mark.parametrize(("name", "value"), [("max_members", 9), ("halve_every", 2)])
-def test_the_game_has_no_slots_and_no_halving(name, value):
+def test_the_game_has_no_seats_and_no_halving(name, value):
     args = PopuLoRAConfig("run", max_steps=9, **{name: value})
     with pytest.raises(ValueError, match=f"`{name}={value}` needs a `train_dataset` with a column `prompt`"):
         args.for_game()
 
 
 def test_names_are_refused_that_are_paths_or_taken():
-    population = Population(0, 2, slots=3)
+    population = Population(0, 2, seats=3)
     for name in ("../out", "a/b", "", "-x"):
         with pytest.raises(ValueError, match="must have only letters"):
             population.join(name, step=1)
     with pytest.raises(ValueError, match="'student_0' is taken"):
         population.join("student_0", step=1)
     assert population.join("student_2", step=1).index == 2
-    with pytest.raises(ValueError, match="No slot is empty for 'more'.*larger `max_members`"):
+    with pytest.raises(ValueError, match="No seat is empty for 'more'.*larger `max_members`"):
         population.join("more", step=1)
     population.leave("student_0", 2, "left/student_0-0")
     assert population.join("more", step=2).index == 0
     population.leave("student_1", 2, "left/student_1-0")
-    with pytest.raises(ValueError, match="'student_0' is taken"):  # it is the name of the slot of `more`
+    with pytest.raises(ValueError, match="'student_0' is taken"):  # it is the name of the seat of `more`
         population.join("student_0", step=3)
     assert population.join("student_1", step=3).version == 1
     with pytest.raises(KeyError, match="No member is called 'nobody'"):
@@ -445,10 +445,10 @@ def test_changes_at_the_wrong_time_or_with_unknown_settings_are_refused(random_b
         trainer.add_member("new")
 
 
-def test_a_resume_with_other_slots_is_refused(random_base, tmp_path):
+def test_a_resume_with_other_seats_is_refused(random_base, tmp_path):
     options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     run(random_base, tmp_path, max_members=4, **options)
-    with pytest.raises(ValueError, match="has 4 slots, this trainer has 3.*`max_members`"):
+    with pytest.raises(ValueError, match="has 4 seats, this trainer has 3.*`max_members`"):
         run(random_base, tmp_path / "again", resume=str(tmp_path / "checkpoint-2"), **options)
 
 
@@ -501,7 +501,7 @@ def test_the_guide_does_what_it_says(random_base, tmp_path, monkeypatch):
     exec(by_hand.replace("== 100", "== 1"), names)
     assert names["trainer"].population.names == ["student_0", "student_1", "student_2", "calm"]
     exec(halving, names)
-    assert names["args"].for_prompts().slots == 8
+    assert names["args"].for_prompts().seats == 8
 
 
 def test_reports_tell_who_joined_and_left(random_base, tmp_path):

@@ -25,7 +25,7 @@ def test_fitness_is_mu_whatever_the_doubt():
         assert population.fitness(member) == 30.0
 
 
-def test_replacement_resets_all_of_a_member_but_its_slot():
+def test_replacement_resets_all_of_a_member_but_its_seat():
     population = Population(1, 2)
     member = population["student_1"]
     member.mu, member.sigma, member.age = 11.0, 3.0, 40

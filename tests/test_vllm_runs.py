@@ -212,7 +212,7 @@ def test_a_member_that_joins_is_published_and_answers_with_its_own_weights(engin
         def on_step_begin(self, args, state, control, **kwargs):
             if state.global_step == 2:
                 trainer.remove_member("late")
-            if state.global_step in (1, 2):  # the second newcomer takes the slot that the first has left
+            if state.global_step in (1, 2):  # the second newcomer takes the seat that the first has left
                 name = {1: "late", 2: "later"}[state.global_step]
                 trainer.add_member(name, like="student_0")
                 randomise(trainer.model, population.adapter(name), seed=state.global_step)

@@ -574,7 +574,7 @@ class PopuLoRAConfig(GRPOConfig):
 
     def _multiply_by_members(self) -> None:
         """
-        Makes a generation and an optimizer step hold the rows of all slots, each as many as TRL would take.
+        Makes a generation and an optimizer step hold the rows of all seats, each as many as TRL would take.
 
         A micro-batch keeps `per_device_train_batch_size` rows.
 
@@ -608,11 +608,11 @@ class PopuLoRAConfig(GRPOConfig):
                 f"{accumulation} (`gradient_accumulation_steps`). One must be a multiple of the other, because rows "
                 "of a generation are dealt to its optimizer steps."
             )
-        self.gradient_accumulation_steps = accumulation * self.slots
-        self.steps_per_generation, self.generation_batch_size = micro_batches * self.slots, None
+        self.gradient_accumulation_steps = accumulation * self.seats
+        self.steps_per_generation, self.generation_batch_size = micro_batches * self.seats, None
 
     @property
-    def slots(self) -> int:
+    def seats(self) -> int:
         """Adapters that the run has from its start to its end."""
         return 1 if self.single_agent else self.max_members or self.teachers + self.students
 

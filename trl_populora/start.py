@@ -119,7 +119,7 @@ def check_setup(
     if args.use_vllm:
         if args.vllm_mode == "colocate":
             arguments: Any = args.vllm_engine_kwargs or {}
-            check_engine_arguments(arguments, args.slots, lora_config)
+            check_engine_arguments(arguments, args.seats, lora_config)
         check_vllm(source, args, lora_config)
 
 
@@ -166,7 +166,7 @@ def refuse_unsupported(args: PopuLoRAConfig, unsupported: Mapping[str, Any]) -> 
         if sharded and changes and (value := getattr(args, name)):
             raise ValueError(
                 f"`{name}={value}` is not supported with {sharded}, which steps and shards all adapters together: an "
-                "empty slot cannot be left out. Use DDP, or leave the option out."
+                "empty seat cannot be left out. Use DDP, or leave the option out."
             )
     # DeepSpeed steps all parameters together. A member without a gradient would still be moved by its momentum.
     plays_all = not args.teachers or no_student_idles(args.teachers, args.students)
@@ -672,7 +672,7 @@ def make_prompt_inputs(
     check_reward_arguments(functions, tables)
     assert args.generation_batch_size is not None, "the config is settled"
     assert args.num_generations is not None, "the config is settled"
-    prompts = args.generation_batch_size // args.slots // args.num_generations
+    prompts = args.generation_batch_size // args.seats // args.num_generations
     if len(train_dataset) < prompts:
         raise ValueError(
             f"`train_dataset` has {len(train_dataset)} prompts, and one generation takes {prompts} for each member: "
@@ -685,20 +685,20 @@ def make_prompt_inputs(
             "much.",
             TRL_RATE,
         )
-    slots = Population(args.teachers, args.students, slots=args.slots).adapters
+    seats = Population(args.teachers, args.students, seats=args.seats).adapters
     return TRLInputs(
         reward_funcs=list(functions),
-        train_dataset=expand_by_member(train_dataset, slots),
-        eval_dataset=expand_tables(eval_dataset, slots),
+        train_dataset=expand_by_member(train_dataset, seats),
+        eval_dataset=expand_tables(eval_dataset, seats),
         reward_processing_classes=processors,
     )
 
 
-def expand_tables(tables: Any, slots: Sequence[str]) -> Any:
-    """Expands one table, or several by name, for the slots (see [`expand_by_member`]). `None` stays `None`."""
+def expand_tables(tables: Any, seats: Sequence[str]) -> Any:
+    """Expands one table, or several by name, for the seats (see [`expand_by_member`]). `None` stays `None`."""
     if isinstance(tables, dict):
-        return {name: expand_by_member(table, slots) for name, table in tables.items()}
-    return None if tables is None else expand_by_member(tables, slots)
+        return {name: expand_by_member(table, seats) for name, table in tables.items()}
+    return None if tables is None else expand_by_member(tables, seats)
 
 
 def make_placeholder_dataset(args: PopuLoRAConfig) -> Dataset:
@@ -801,7 +801,7 @@ def read_member_settings(
     check_numbers(trial)
     check_bounds(trial, BOUNDS)
     copied = known if like is None else like.settings
-    return {name: value for name, value in copied.items() if name != "seed"} | dict(given)  # seeds belong to slots
+    return {name: value for name, value in copied.items() if name != "seed"} | dict(given)  # seeds belong to seats
 
 
 # The game.

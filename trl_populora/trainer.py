@@ -212,7 +212,7 @@ class PopuLoRATrainer(HubTrainer):
         set_seed(args.seed)
         base = start.load_base(model, args, quantization_config)
         tokenizer = start.load_tokenizer(base, processing_class, args, converses=self._converses)
-        self.population = Population(args.teachers, args.students, args.single_agent, args.slots)
+        self.population = Population(args.teachers, args.students, args.single_agent, args.seats)
         if parts is None:
             start.give_settings(self.population, args, lora_configs)
         # `uploads` comes before `Trainer.__init__`, which makes the repository and explains errors with it.
@@ -350,10 +350,10 @@ class PopuLoRATrainer(HubTrainer):
         if self.args.evolve_every:
             self.evolution = EvolutionCallback(
                 self.args.breeding,
-                Path(self.args.output_dir, LINEAGE),
                 self.population,
                 read=lambda name: lora_members.read_member(self.model_wrapped, self.population.adapter(name)),
                 replace=self.replace_member,
+                note=self._note_lineage,
                 log=self._log_values,
             )
             self.add_callback(self.evolution)
@@ -551,9 +551,9 @@ class PopuLoRATrainer(HubTrainer):
         """
         means = {name: float(torch.tensor(each).nanmean()) for name, each in self._evaluated.items()}
         self._evaluated.clear()
-        slots = self.population.slots.items()
+        seats = self.population.seats.items()
         figures = {
-            f"member/{slot}/reward": means.get(member.name, math.nan) if member else math.nan for slot, member in slots
+            f"member/{seat}/reward": means.get(member.name, math.nan) if member else math.nan for seat, member in seats
         }
         known = [mean for mean in means.values() if not math.isnan(mean)]
         figures |= {"reward_best": max(known, default=math.nan), "reward_worst": min(known, default=math.nan)}
@@ -619,13 +619,13 @@ class PopuLoRATrainer(HubTrainer):
         return MemberSampler(streams, rows * self.num_generations_eval, held)
 
     def _name_members(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Puts the names of members in place of those of slots, and drops the rows of empty slots."""
+        """Puts the names of members in place of those of seats, and drops the rows of empty seats."""
         if self.halving is not None and self.model.training:
             # The members that are left share all rows, in the order in which `HalvingSampler` deals them.
             names = self.population.names
             return [row | {MEMBER: names[place * len(names) // len(rows)]} for place, row in enumerate(rows)]
-        slots = self.population.slots
-        return [row | {MEMBER: member.name} for row in rows if (member := slots[row[MEMBER]]) is not None]
+        seats = self.population.seats
+        return [row | {MEMBER: member.name} for row in rows if (member := seats[row[MEMBER]]) is not None]
 
     def _answer(self, prompts: list, trainer: GRPOTrainer) -> dict[str, Any]:
         """TRL's `rollout_func` in a dataset run: the members write, each to the prompts of its rows."""
@@ -644,9 +644,9 @@ class PopuLoRATrainer(HubTrainer):
         if seeds is None:
             return None
         # transformers samples all rows with one generator, which all seeds decide.
-        # A seed belongs to a slot: children and members that join sample from that of theirs.
-        by_slot = dict(enumerate(seeds)) if self.use_vllm else {}
-        own = {member.name: by_slot.get(member.index, seeds) for member in self.population}
+        # A seed belongs to a seat: children and members that join sample from that of theirs.
+        by_seat = dict(enumerate(seeds)) if self.use_vllm else {}
+        own = {member.name: by_seat.get(member.index, seeds) for member in self.population}
         moment = self._step if self.model.training else "evaluation"
         return [zlib.crc32(f"{own[name]} {moment} {self.accelerator.process_index}".encode()) for name in names]
 
@@ -666,11 +666,11 @@ class PopuLoRATrainer(HubTrainer):
             played.rewards = super()._calculate_rewards(self._asked, prompts, completions, completion_ids)
         self.scorer.score(played)
         lengths = gather_object([len(row.completion.completion_ids) for row in played.rows])
-        slots = self.population.slots
+        seats = self.population.seats
         figures = measure_members(
-            slots, played.records, played.worth.rewards, played.rewards, self.reward_func_names, lengths
+            seats, played.records, played.worth.rewards, played.rewards, self.reward_func_names, lengths
         )
-        means = {member.name: figures[f"member/{slot}/reward"] for slot, member in slots.items() if member}
+        means = {member.name: figures[f"member/{seat}/reward"] for seat, member in seats.items() if member}
         assert self.scores is not None, "a dataset run has them"
         self.scores.trained = {self.population[name].identity: mean for name, mean in means.items()}
         if self.args.member_prompts == "shared":
@@ -813,7 +813,7 @@ class PopuLoRATrainer(HubTrainer):
         return output | {"advantages": mine.advantages, "member": mine.members, "member_factor": mine.factors}
 
     def _clear_completion_logs(self) -> None:
-        """Empties TRL's queues of completions. With empty slots a step would not push out the one before."""
+        """Empties TRL's queues of completions. With empty seats a step would not push out the one before."""
         for log in self._logs.values():
             for queue in log.values() if isinstance(log, dict) else [log]:
                 queue.clear()
@@ -955,16 +955,16 @@ class PopuLoRATrainer(HubTrainer):
         norms = self._clipper.clip(model, {self.population.adapter(name) for name in self.played.members})
         if self.accelerator.scaler is not None and not all(map(math.isfinite, norms.values())):
             lora_members.step_in_spite_of_overflow(self.accelerator.scaler, self.optimizer.optimizer)
-        slots = self.population.slots
+        seats = self.population.seats
         self._log_values(
-            {f"member/{name}/grad_norm": norms.get(name, 0.0) if slots[name] else math.nan for name in slots}
+            {f"member/{name}/grad_norm": norms.get(name, 0.0) if seats[name] else math.nan for name in seats}
             if self.game is None
             else {f"member/{name}/grad_norm": norms.get(name, 0.0) for name in self.population.adapters}
         )
         if self.game is None:
             rates = {group["member"]: group["lr"] for group in self.optimizer.param_groups if "member" in group}
             self._log_values(
-                {f"member/{name}/learning_rate": rate if slots[name] else math.nan for name, rate in rates.items()}
+                {f"member/{name}/learning_rate": rate if seats[name] else math.nan for name, rate in rates.items()}
             )
         return torch.tensor(list(norms.values())).norm()
 
@@ -1029,14 +1029,14 @@ class PopuLoRATrainer(HubTrainer):
 
     def add_member(self, name: str, *, like: str | None = None, **settings: Any) -> None:
         """
-        Lets a member join a dataset run, in a slot that is empty. Call it on every rank, from a callback, between two
+        Lets a member join a dataset run, in a seat that is empty. Call it on every rank, from a callback, between two
         generations: when a step begins, ends or is saved.
 
         Its optimizer state is new, and it has the schedule that the others have by now. It gets the prompts of its
-        slot from the next generation on.
+        seat from the next generation on.
 
         Args:
-            name: Its name. Where a slot has this name, the member takes that slot, else the first that is empty.
+            name: Its name. Where a seat has this name, the member takes that seat, else the first that is empty.
             like: The member whose weights and settings it copies. Its rating has that member's mu and a larger sigma.
                 When `None`, it begins as a member does in a run without `warm_start`.
             settings: Values of its own: `learning_rate`, `epsilon`, `temperature`, and `beta` if members had one when
@@ -1046,7 +1046,7 @@ class PopuLoRATrainer(HubTrainer):
             `KeyError`: If there is no member `like`.
             `RuntimeError`: If no training is under way, or rows of the last generation still wait for an update.
             `TypeError`: If a setting is unknown or no number.
-            `ValueError`: If the name is no file name or is taken, or no slot is empty, or a setting is out of range;
+            `ValueError`: If the name is no file name or is taken, or no seat is empty, or a setting is out of range;
                 in the game, with `halve_every`, and under DeepSpeed or FSDP.
         """
         self._check_membership("add_member")
@@ -1058,17 +1058,9 @@ class PopuLoRATrainer(HubTrainer):
         member = self.population.join(name, step=step, parents=identities, **rating)
         adapter, member.settings = self.population.adapter(name), settings
         self._renew(adapter, factors, settings)
-        told = [{"member": each.identity, "mu": each.mu, "sigma": each.sigma, "age": each.age} for each in parents]
-        self._note_lineage(
-            child=member.identity,
-            replaced=None,
-            parents=told,
-            operator="join",
-            slot=adapter,
-            settings=settings,
-            mu=member.mu,
-            sigma=member.sigma,
-        )
+        event = {"step": step, "role": "student", "child": member.identity, "replaced": None, "operator": "join"}
+        event |= {"parents": [parent.record for parent in parents], "mu": member.mu, "sigma": member.sigma}
+        self._note_lineage(event | {"seat": adapter, "settings": settings})
 
     def remove_member(self, name: str) -> None:
         """
@@ -1091,8 +1083,8 @@ class PopuLoRATrainer(HubTrainer):
         lora_members.save_member(
             self.model_wrapped, adapter, Path(self.args.output_dir, place), self.args.should_save, step
         )
-        before = {"member": member.identity, "mu": member.mu, "sigma": member.sigma, "age": member.age}
-        self._note_lineage(child=None, replaced=before, parents=[], operator="leave", slot=adapter)
+        event = {"step": step, "role": "student", "child": None, "replaced": member.record, "operator": "leave"}
+        self._note_lineage(event | {"parents": [], "seat": adapter})
 
     def _check_membership(self, method: str) -> None:
         """Refuses a change of the members where or when there can be none."""
@@ -1110,11 +1102,11 @@ class PopuLoRATrainer(HubTrainer):
                 f"update. Call it after a multiple of {self.args.optimizer_steps_per_generation} optimizer steps."
             )
 
-    def _note_lineage(self, **event: Any) -> None:
+    def _note_lineage(self, event: Mapping[str, Any]) -> None:
         """Adds a line to `lineage.jsonl`."""
-        if self.args.should_save:
+        if self.is_world_process_zero():
             with Path(self.args.output_dir, LINEAGE).open("a") as file:
-                file.write(json.dumps({"step": self.state.global_step, "role": "student", **event}) + "\n")
+                file.write(json.dumps(event) + "\n")
 
     @property
     def _stateful(self) -> dict[str, Any]:

@@ -14,7 +14,6 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -245,7 +244,7 @@ def rate_newborn(parents: Sequence[Member]) -> tuple[float, float]:
 
 def inherit(parent: Member, noise: float, seed: int) -> dict[str, Any]:
     """
-    Makes the settings of a child: those of its parent but the seed, which stays with the slot. The learning rate is
+    Makes the settings of a child: those of its parent but the seed, which stays with the seat. The learning rate is
     multiplied by exp(noise * z), with z from a normal distribution that `seed` decides (population-based training,
     arXiv 1711.09846).
     """
@@ -279,28 +278,26 @@ class EvolutionCallback(TrainerCallback):
     All ranks draw the same births, from a generator that seed and step decide, and breed the same children. Rank 0
     then broadcasts its copy, because other hardware may round in another way.
 
-    The main process writes each birth as a line of `lineage.jsonl`.
-
     Args:
         breeding: The settings.
-        lineage: The file `lineage.jsonl`.
         population: The members.
         read: Takes a member's name, returns its factors. Collective.
         replace: The trainer's `replace_member`. Collective.
+        note: Takes a birth as a line of `lineage.jsonl`.
         log: Takes the metrics of each step.
     """
 
     def __init__(
         self,
         breeding: Breeding,
-        lineage: Path,
         population: Population,
         read: Callable[[str], Factors],
         replace: Callable[..., None],
+        note: Callable[[Mapping[str, Any]], None],
         log: Callable[[Mapping[str, float]], None],
     ):
-        self.breeding, self.lineage, self.population = breeding, lineage, population
-        self.read, self.replace, self.log = read, replace, log
+        self.breeding, self.population = breeding, population
+        self.read, self.replace, self.note, self.log = read, replace, note, log
         self._metrics = self._empty_metrics()
 
     @staticmethod
@@ -314,10 +311,8 @@ class EvolutionCallback(TrainerCallback):
         step = state.global_step
         every = self.breeding.evolve_every
         if every and step and step % every == 0:
-            events = self.evolve(step)
-            if state.is_world_process_zero and events:
-                with self.lineage.open("a") as file:
-                    file.writelines(json.dumps(event) + "\n" for event in events)
+            for event in self.evolve(step):
+                self.note(event)
         self._metrics["time/evolve"] = time.perf_counter() - started
         self.log(self._metrics)
 
@@ -344,7 +339,7 @@ class EvolutionCallback(TrainerCallback):
         """Breeds one child, puts it in place, and returns its line of the lineage. Collective."""
         member, parents = self.population[birth.name], [self.population[name] for name in birth.parents]
         # Noted first: `replace` changes this same object.
-        before = {"member": member.identity, "mu": member.mu, "sigma": member.sigma, "age": member.age}
+        before = member.record
         factors = [self.read(parent.name) for parent in parents]
         child = self._broadcast_from_main(breed(birth, factors))
         likeness = [compare(child, parent) for parent in factors]
@@ -366,7 +361,7 @@ class EvolutionCallback(TrainerCallback):
             "role": birth.role,
             "child": member.identity,
             "replaced": before,
-            "parents": [{"member": p.identity, "mu": p.mu, "sigma": p.sigma, "age": p.age} for p in parents],
+            "parents": [parent.record for parent in parents],
             "operator": birth.operator,
             "strength": birth.strength,
             "seed": birth.seed,

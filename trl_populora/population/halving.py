@@ -32,7 +32,7 @@ class Halving(TrainerCallback):
         every: Optimizer steps between two halvings.
         members: Members at the start, a power of two.
         population: The members.
-        leave: Takes a member's name, and empties its slot. Collective.
+        leave: Takes a member's name, and empties its seat. Collective.
     """
 
     def __init__(self, every: int, members: int, population: Population, leave: Callable[[str], None]):

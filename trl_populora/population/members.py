@@ -58,23 +58,28 @@ class Member:
         """`name@version`. It names one individual; several individuals have the same `name`, one after the other."""
         return f"{self.name}@{self.version}"
 
+    @property
+    def record(self) -> dict[str, Any]:
+        """The member as a line of `lineage.jsonl` tells of it."""
+        return {"member": self.identity, "mu": self.mu, "sigma": self.sigma, "age": self.age}
+
 
 class Population:
     """
     Teachers and students in a fixed order, teachers first.
 
-    A *slot* is one adapter of the model. The number of slots never changes. Members may leave their slots, and others
+    A *seat* is one adapter of the model. The number of seats never changes. Members may leave their seats, and others
     join in empty ones.
 
     Args:
         teachers: Number of teachers. With 0 of them, students train on given tasks alone.
         students: Number of students, at least 1.
         single_agent: Whether one adapter plays the only teacher and the only student, as in Absolute Zero.
-        slots: Number of slots, at least one for each member; no more than that when `None`.
+        seats: Number of seats, at least one for each member; no more than that when `None`.
 
     Attributes:
-        members: The members by the order of their slots.
-        adapters: Names of the PEFT adapters by index: one per slot, or the one that plays both roles.
+        members: The members by the order of their seats.
+        adapters: Names of the PEFT adapters by index: one per seat, or the one that plays both roles.
         left: A record of each member that has left, in the order of leaving.
 
     Raises:
@@ -82,7 +87,7 @@ class Population:
             are not 1 teacher and 1 student.
     """
 
-    def __init__(self, teachers: int, students: int, single_agent: bool = False, slots: int | None = None):
+    def __init__(self, teachers: int, students: int, single_agent: bool = False, seats: int | None = None):
         for role, count, least in zip(ROLES, (teachers, students), (0, 1), strict=True):
             if count < least:
                 raise ValueError(
@@ -94,7 +99,7 @@ class Population:
         self.single_agent = single_agent
         # A single agent is two members with two ratings, and one adapter: both have index 0.
         self.members = [Member(name, role, 0 if single_agent else i) for i, (name, role) in enumerate(names)]
-        reserved = range(students, (slots or 0) - teachers)
+        reserved = range(students, (seats or 0) - teachers)
         self.adapters = ["agent"] if single_agent else [*self.names, *(f"student_{i}" for i in reserved)]
         self.left: list[dict[str, Any]] = []
 
@@ -116,9 +121,9 @@ class Population:
         return [member.name for member in self.members]
 
     @property
-    def slots(self) -> dict[str, Member | None]:
+    def seats(self) -> dict[str, Member | None]:
         """
-        The members by the names under which their metrics are logged, `None` where a slot is empty. A slot is called
+        The members by the names under which their metrics are logged, `None` where a seat is empty. A seat is called
         like its adapter; the two members of a single agent share one, and keep their own names.
         """
         if self.single_agent:
@@ -148,7 +153,7 @@ class Population:
         return [member for member in self.members if member.role == role]
 
     def list_values(self, option: str, default: Any) -> list[Any]:
-        """Lists the value of an option for each slot. Empty slots, and members without their own, have `default`."""
+        """Lists the value of an option for each seat. Empty seats, and members without their own, have `default`."""
         held = {member.index: member.settings.get(option, default) for member in self.members}
         return [held.get(index, default) for index in range(len(self.adapters))]
 
@@ -226,7 +231,7 @@ class Population:
         sigma: float = PRIOR_SIGMA,
     ) -> Member:
         """
-        Gives an empty slot to a student: the slot of its name if there is one, else the first.
+        Gives an empty seat to a student: the seat of its name if there is one, else the first.
 
         Args:
             name: Name of the member that joins.
@@ -238,18 +243,18 @@ class Population:
             The member. Its version is 0, or the one after that of the last member of this name.
 
         Raises:
-            `ValueError`: If `name` is no file name or is taken, or if no slot is empty.
+            `ValueError`: If `name` is no file name or is taken, or if no seat is empty.
         """
         if not is_file_name(name):
             raise ValueError(f"A member's name must have only letters, digits, `_` and `-`, got {name!r}.")
-        slots = self.slots
-        empty = [slot for slot, member in slots.items() if member is None]
-        # A slot's name may not be another slot's member: metrics go by slots, and records by members.
-        if name in self.names or (name in slots and name not in empty):
+        seats = self.seats
+        empty = [seat for seat, member in seats.items() if member is None]
+        # A seat's name may not be another seat's member: metrics go by seats, and records by members.
+        if name in self.names or (name in seats and name not in empty):
             raise ValueError(f"The name {name!r} is taken: the members are {', '.join(self.names)}. Choose another.")
         if not empty:
             raise ValueError(
-                f"No slot is empty for {name!r}: {', '.join(self.names)} hold all {len(slots)}. Start the run with a "
+                f"No seat is empty for {name!r}: {', '.join(self.names)} hold all {len(seats)}. Start the run with a "
                 "larger `max_members`, or call `remove_member` first."
             )
         index = self.adapters.index(name if name in empty else empty[0])
@@ -260,7 +265,7 @@ class Population:
 
     def leave(self, name: str, step: int, adapter: str) -> Member:
         """
-        Empties the slot of a member, and keeps a record of it in `left`.
+        Empties the seat of a member, and keeps a record of it in `left`.
 
         Args:
             name: The member.
@@ -282,7 +287,7 @@ class Population:
     def state_dict(self) -> dict[str, Any]:
         """Returns plain data, ready for JSON."""
         members = [{**asdict(member), "parents": list(member.parents)} for member in self.members]
-        return {"members": members, "slots": len(self.adapters), "left": [dict(each) for each in self.left]}
+        return {"members": members, "seats": len(self.adapters), "left": [dict(each) for each in self.left]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """
@@ -291,11 +296,11 @@ class Population:
 
         Raises:
             `ValueError`: If the members of the saved population have other names than those of this one, unless both
-                have students alone and equally many slots.
+                have students alone and equally many seats.
         """
         members = [Member(**{**fields, "parents": tuple(fields["parents"])}) for fields in state["members"]]
         names = [member.name for member in members]
-        may_differ = not self.teachers and state.get("slots") == len(self.adapters)
+        may_differ = not self.teachers and state.get("seats") == len(self.adapters)
         if names != self.names and not may_differ:
             raise ValueError(
                 f"The saved population holds {', '.join(names)} but this one holds {', '.join(self.names)}. Resume "
@@ -310,13 +315,13 @@ class Population:
             self.members = members
 
     def metrics(self, roles: Sequence[str] = ROLES) -> dict[str, float]:
-        """Returns ratings by role and by slot. A role without members gives NaN, and so does an empty slot."""
+        """Returns ratings by role and by seat. A role without members gives NaN, and so does an empty seat."""
         values = {}
         for role in roles:
             mus = [member.mu for member in self.role(role)]
             values[f"population/{role}/mu_mean"] = fmean(mus) if mus else math.nan
             values[f"population/{role}/mu_std"] = pstdev(mus) if mus else math.nan
-        for slot, holder in self.slots.items():
-            values[f"member/{slot}/mu"] = holder.mu if holder else math.nan
-            values[f"member/{slot}/sigma"] = holder.sigma if holder else math.nan
+        for seat, holder in self.seats.items():
+            values[f"member/{seat}/mu"] = holder.mu if holder else math.nan
+            values[f"member/{seat}/sigma"] = holder.sigma if holder else math.nan
         return values

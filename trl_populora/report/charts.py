@@ -460,7 +460,7 @@ def draw_matches(figure: Figure, run: Run) -> None:
 
 
 def draw_lineage(figure: Figure, run: Run) -> None:
-    """Draws a bar per slot, whose shade changes with each life, and arrows from parents to children."""
+    """Draws a bar per seat, whose shade changes with each life, and arrows from parents to children."""
     axis = figure.subplots()
     names = run.members("teacher") + run.members("student")
     roles = [role for role in COLORS if run.members(role)]
@@ -504,24 +504,24 @@ def draw_lineage(figure: Figure, run: Run) -> None:
 
 def _place_lives(run: Run, names: Sequence[str], end: int) -> tuple[list[list[str]], dict[str, list[tuple[int, int]]]]:
     """
-    Finds for each line of the lineage the slots of the child, or of who leaves, and of the parents; and for each slot
+    Finds for each line of the lineage the seats of the child, or of who leaves, and of the parents; and for each seat
     the first and last steps of all who lived there.
     """
-    slots: dict[str, str] = {}  # of members that have another name than their slot
+    seats: dict[str, str] = {}  # of members that have another name than their seat
     places: list[list[str]] = []
     changes: dict[str, list[dict]] = {name: [] for name in names}
     for event in run.lineage:
         # They are told as `name@version`.
         told = [event["child"] or event["replaced"]["member"], *(parent["member"] for parent in event["parents"])]
         who = [each.partition("@")[0] for each in told]
-        if "slot" in event:
-            slots[who[0]] = event["slot"]
-        places.append([slots.get(name, name) for name in who])
+        if "seat" in event:
+            seats[who[0]] = event["seat"]
+        places.append([seats.get(name, name) for name in who])
         changes[places[-1][0]].append(event)
     lives: dict[str, list[tuple[int, int]]] = {}
     for name, events in changes.items():
         known, _ = run.series(f"member/{name}/mu")
-        # A slot may be empty at first, or all the time.
+        # A seat may be empty at first, or all the time.
         begun = 0 if (events[0]["replaced"] if events else known or not run.lineage) else None
         lives[name] = []
         for event in events:

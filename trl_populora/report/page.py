@@ -258,17 +258,17 @@ def _write_change_table(header: Sequence[str], rows: Sequence[Change]) -> str:
 def _write_members(run: Run) -> str:
     """Writes the table of members."""
     # Names and newest ratings come from the metrics, because `population.json` may not be written yet.
-    # Metrics go by slots. A slot may have another name than its member, or be empty.
-    known = {member.get("slot", member["name"]): member for member in run.population.get("members", [])}
+    # Metrics go by seats. A seat may have another name than its member, or be empty.
+    known = {member.get("seat", member["name"]): member for member in run.population.get("members", [])}
     figures = ("mu", "sigma") if run.game else ("mu", "sigma", "reward")
     members = [
-        {"name": slot}
-        | known.get(slot, {})
+        {"name": seat}
+        | known.get(seat, {})
         | {"role": role}
-        | {key: run.latest.get(f"member/{slot}/{key}") for key in figures}
+        | {key: run.latest.get(f"member/{seat}/{key}") for key in figures}
         for role in ("teacher", "student")
-        for slot in run.members(role)
-        if slot in known or not known
+        for seat in run.members(role)
+        if seat in known or not known
     ]
     found = list_members(run.population, members)
     body = [

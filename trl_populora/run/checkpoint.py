@@ -411,13 +411,13 @@ def load_members(directory: str, model: torch.nn.Module, population: Population,
 def _take_membership(root: Path, population: Population) -> None:
     """Lets a population of students have the members of a checkpoint: some may have joined or left since its start."""
     state = read_json(root / "game.json").get("population", {})
-    slots = state.get("slots", len(population.adapters))
-    if slots != len(population.adapters):
+    seats = state.get("seats", len(population.adapters))
+    if seats != len(population.adapters):
         raise ValueError(
-            f"{root / 'game.json'}: the run has {slots} slots, this trainer has {len(population.adapters)}. "
+            f"{root / 'game.json'}: the run has {seats} seats, this trainer has {len(population.adapters)}. "
             "Resume with the saved `students` and `max_members`, or start a new run with `warm_start` to change them."
         )
-    if "slots" in state:  # early versions did not write it
+    if "seats" in state:  # early versions did not write it
         population.load_state_dict(state)
 
 

@@ -183,10 +183,10 @@ def describe(
             "operator": member.operator,
             "parents": list(member.parents),
             "adapter": f"members/{population.adapter(member.name)}",
-            "slot": slot,
+            "seat": seat,
             **({} if scores is None else {"settings": member.settings, **scores.describe(member)}),
         }
-        for slot, member in population.slots.items()
+        for seat, member in population.seats.items()
         if member is not None
     ]
     return {

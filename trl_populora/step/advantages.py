@@ -93,7 +93,7 @@ class Scorer:
         self.settings, self.population, self.reward_weights = settings, population, reward_weights
         self.ends = ends if settings.mask_truncated_completions else None
         self.rank, self.sharing, self.skips_blank_rows = rank, sharing, skips_blank_rows
-        # Of a run whose slots may be empty: rows of a generation, and micro-batches of an optimizer step, with all.
+        # Of a run whose seats may be empty: rows of a generation, and micro-batches of an optimizer step, with all.
         self.rows_of_all: int | None = None
         self.micro_batches = 0
 
@@ -121,7 +121,7 @@ class Scorer:
                 settings.per_device_train_batch_size,
                 self.sharing,
             )
-            # TRL counts on as many micro-batches as all slots would fill.
+            # TRL counts on as many micro-batches as all seats would fill.
             packs += [[] for _ in range(self.micro_batches - len(packs))]
             played.plan += [[[step_rows[row] for row in pack] for pack in batch] for batch in packs]
 
@@ -335,7 +335,7 @@ def compute_member_factors(
         num_tokens_R: Completion tokens of each row that count in the loss.
         loss_type: TRL's `loss_type`.
         rows: Rows that TRL takes the generation batch to have, where it divides by rows; R when `None`. There are
-            fewer rows if slots are empty, and TRL's divisor stays. Tokens are counted in the rows that exist.
+            fewer rows if seats are empty, and TRL's divisor stays. Tokens are counted in the rows that exist.
 
     Returns:
         Factors of shape `[R]`, fp32, the same for all rows of a member. Where tokens count, a member without any gets

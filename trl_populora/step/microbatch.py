@@ -742,7 +742,7 @@ class MemberMetrics:
             batch: The micro-batch. With a KL term it has `ref_per_token_logps`.
             log_probs: What the forward gave, each `[B, C]`.
             bounds: TRL's `epsilon_low` and `epsilon_high`.
-            members: Number of slots.
+            members: Number of seats.
         """
         logps, entropies, _ = log_probs
         logps, mask = logps.detach(), batch["completion_mask"]
@@ -779,7 +779,7 @@ class MemberMetrics:
         A member without a token in the loss has NaN.
 
         Args:
-            names: Names of the slots, by index.
+            names: Names of the seats, by index.
         """
         # Every rank has at least the last micro-batch of the step, which is always computed.
         sums, self._sums = self._sums, {}

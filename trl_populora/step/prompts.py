@@ -55,7 +55,7 @@ class PromptScorer(Scorer):
     Args:
         attempts: G, `num_generations`.
         optimizer_steps: Optimizer steps that share the rows of a generation, without `num_iterations`.
-        rows_of_all: Rows of a generation if no slot is empty, on all ranks.
+        rows_of_all: Rows of a generation if no seat is empty, on all ranks.
         micro_batches: Micro-batches of a generation on a rank.
         others: Arguments of [`~trl_populora.step.advantages.Scorer`].
     """
@@ -191,7 +191,7 @@ class MemberScores:
 
 
 def measure_members(
-    slots: Mapping[str, Member | None],
+    seats: Mapping[str, Member | None],
     records: Sequence[Mapping[str, Any]],
     rewards_R: torch.Tensor,
     per_function: torch.Tensor,
@@ -202,7 +202,7 @@ def measure_members(
     Measures each member by its rows on all ranks.
 
     Args:
-        slots: The members by the names of their slots.
+        seats: The members by the names of their seats.
         records: The rows' `member`, in the order of the rows.
         rewards_R: Reward of each row, NaN where no function judges it.
         per_function: Reward of each row by each function, `[W * R, functions]`.
@@ -210,16 +210,16 @@ def measure_members(
         lengths: Tokens of each completion.
 
     Returns:
-        Means by `member/<slot>/reward`, `member/<slot>/rewards/<function>` and `member/<slot>/length`; NaN of an
-        empty slot.
+        Means by `member/<seat>/reward`, `member/<seat>/rewards/<function>` and `member/<seat>/length`; NaN of an
+        empty seat.
     """
     found = {}
-    for slot, member in slots.items():
+    for seat, member in seats.items():
         mine = [member is not None and record["member"] == member.name for record in records]
         own = torch.tensor(mine, device=rewards_R.device)
-        found[f"member/{slot}/reward"] = float(rewards_R[own].nanmean())
+        found[f"member/{seat}/reward"] = float(rewards_R[own].nanmean())
         for place, function in enumerate(functions):
-            found[f"member/{slot}/rewards/{function}"] = float(per_function[own, place].nanmean())
+            found[f"member/{seat}/rewards/{function}"] = float(per_function[own, place].nanmean())
         mine = [length for length, its in zip(lengths, mine, strict=True) if its]
-        found[f"member/{slot}/length"] = sum(mine) / len(mine) if mine else math.nan
+        found[f"member/{seat}/length"] = sum(mine) / len(mine) if mine else math.nan
     return found

@@ -2,11 +2,11 @@
 
     table [N] --expand_by_member--> table [M * N] with a column `member` --MemberSampler--> rows of a generation
 
-Row `m * N + i` of the expanded table is row i as slot m gets it. TRL's loop, reward functions and completion tables
-see the column `member` like any other column. A generation has rows for all slots, so that TRL's numbers hold whoever
-joins or leaves; the trainer drops the rows of empty slots.
+Row `m * N + i` of the expanded table is row i as seat m gets it. TRL's loop, reward functions and completion tables
+see the column `member` like any other column. A generation has rows for all seats, so that TRL's numbers hold whoever
+joins or leaves; the trainer drops the rows of empty seats.
 
-Shapes: N rows of the table, M slots.
+Shapes: N rows of the table, M seats.
 """
 
 from __future__ import annotations
@@ -91,28 +91,28 @@ def identify_prompts(table: Dataset) -> dict[str, Any]:
     return {"digest": digest.hexdigest()[:16], "rows": len(table)}
 
 
-def expand_by_member(table: Dataset, slots: Sequence[str]) -> Dataset:
-    """Repeats a table once for each slot, with the slot's name in a column `member`. Rows are not copied."""
-    return concatenate_datasets([table.add_column(MEMBER, [name] * len(table)) for name in slots])
+def expand_by_member(table: Dataset, seats: Sequence[str]) -> Dataset:
+    """Repeats a table once for each seat, with the seat's name in a column `member`. Rows are not copied."""
+    return concatenate_datasets([table.add_column(MEMBER, [name] * len(table)) for name in seats])
 
 
 class MemberSampler(Sampler):
     """
-    Deals the rows of an expanded table. A generation holds all rows of the first slot, then all of the second, and so
+    Deals the rows of an expanded table. A generation holds all rows of the first seat, then all of the second, and so
     on.
 
-    Each slot's rows come in the order in which TRL's sampler gives them to a run of its member alone. On several
-    processes each gets an equal part of every slot's rows.
+    Each seat's rows come in the order in which TRL's sampler gives them to a run of its member alone. On several
+    processes each gets an equal part of every seat's rows.
 
     Args:
-        streams: TRL's sampler of each slot. Slots with equal samplers get the same prompts.
-        rows: Rows that a slot has on one rank in one generation.
-        slots: Numbers of the slots that get rows; all when `None`.
+        streams: TRL's sampler of each seat. Seats with equal samplers get the same prompts.
+        rows: Rows that a seat has on one rank in one generation.
+        seats: Numbers of the seats that get rows; all when `None`.
     """
 
-    def __init__(self, streams: Sequence[RepeatSampler], rows: int, slots: Sequence[int] | None = None):
+    def __init__(self, streams: Sequence[RepeatSampler], rows: int, seats: Sequence[int] | None = None):
         self.streams, self.rows = list(streams), rows
-        self.slots = range(len(self.streams)) if slots is None else slots
+        self.seats = range(len(self.streams)) if seats is None else seats
 
     def set_epoch(self, epoch: int) -> None:
         """Makes the next pass the one of an epoch, so that a resumed run sees the order that it would have seen."""
@@ -130,8 +130,8 @@ class MemberSampler(Sampler):
             parts = [list(islice(each, self.rows)) for each in passes]
             if not parts[0]:
                 return
-            for slot, stream, part in zip(self.slots, self.streams, parts, strict=True):
-                yield from (slot * stream.num_samples + index for index in part)
+            for seat, stream, part in zip(self.seats, self.streams, parts, strict=True):
+                yield from (seat * stream.num_samples + index for index in part)
 
     def __len__(self) -> int:
         return sum(map(len, self.streams))
@@ -144,7 +144,7 @@ class HalvingSampler(Sampler):
 
     Before the first halving all rows are those of [`MemberSampler`] with equal streams. After it a member gets several
     of TRL's batches of prompts at once, and goes on with another pass over the table where one ends. The sampler does
-    not know who has stayed: the place of a row in its generation says whose it is, and the slot of its index does not.
+    not know who has stayed: the place of a row in its generation says whose it is, and the seat of its index does not.
 
     Args:
         stream: TRL's sampler, of all members.
