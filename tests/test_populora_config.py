@@ -241,5 +241,5 @@ def test_task_kinds_are_a_list_of_names(kinds, tmp_path):
 
 
 def test_a_single_agent_has_no_teachers_rate(make_args):
-    with pytest.raises(ValueError, match="`teacher_learning_rate` needs teachers of their own"):
+    with pytest.raises(ValueError, match="`teacher_learning_rate` is set, and so is `single_agent`"):
         make_args(single_agent=True, per_device_train_batch_size=6, teacher_learning_rate=1e-3)

@@ -393,7 +393,10 @@ class PopuLoRAConfig(GRPOConfig):
         if self.single_agent:
             for name in ("teacher_learning_rate", "teacher_beta"):
                 if getattr(self, name) is not None:
-                    raise ValueError(f"`{name}` needs teachers of their own, and `single_agent` has none.")
+                    raise ValueError(
+                        f"`{name}` is set, and so is `single_agent`. A single agent has one adapter for both roles, "
+                        f"so its teacher cannot have a value apart. Leave `{name}` out."
+                    )
             self.teachers = self.students = 1
         self._check_rooms()
         self._check_population()

@@ -158,7 +158,8 @@ class PopuLoRATrainer(HubTrainer):
     log_completions: bool
     eos_token_ids: list[int]
 
-    # Names of the dataset that `train_dataset` comes from, for cards. `populora train` sets them.
+    # Names of the datasets that `train_dataset` was read from. `populora train` sets them, `population.json` keeps
+    # them, and model cards name them.
     dataset_names: Sequence[str] = ()
 
     # What one method leaves for another.

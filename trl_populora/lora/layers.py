@@ -220,7 +220,7 @@ class RoutedLinear(nn.Module, LoraLayer):
                 `takes_all_tokens` takes `[R * T, in_features]`, too.
 
         Raises:
-            `RuntimeError`: If no route is set, or if ZeRO-3 has partitioned the adapters.
+            `RuntimeError`: If there is no route (see [`Router.find_route`]), or ZeRO-3 has partitioned the adapters.
             `ValueError`: If batch and route have different numbers of rows, if the route names a member that does not
                 exist, or if PEFT's `adapter_names` is passed.
         """

@@ -123,8 +123,9 @@ class Population:
     @property
     def seats(self) -> dict[str, Member | None]:
         """
-        The members by the names under which their metrics are logged, `None` where a seat is empty. A seat is called
-        like its adapter; the two members of a single agent share one, and keep their own names.
+        The member in each seat by the seat's name, `None` if the seat is empty. A seat has its adapter's name. Only
+        the single agent's two members share one adapter; they stand under their own names. Metrics are logged under
+        these names.
         """
         if self.single_agent:
             return {member.name: member for member in self.members}

@@ -32,8 +32,8 @@ from trl_populora.population.members import PRIOR_SIGMA, Member, Population
 BETA = PRIOR_SIGMA / 2
 TAU = PRIOR_SIGMA / 20
 
-# Without teachers students are rated against the given tasks. These do not change, so their rating is fixed. Its
-# sigma is 0; only an update puts TAU in place of 0.
+# In a run without teachers, students are rated against the given tasks. The tasks do not change, so their rating
+# stays the same: mu is the prior's, sigma is 0. `Matchmaker.update` takes TAU for this sigma, and does not store it.
 GIVEN_TASKS = Member("", "teacher", -1, sigma=0.0)
 
 # How often members of one skill have equal mean rewards: TrueSkill's default.

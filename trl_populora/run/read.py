@@ -99,7 +99,10 @@ def read_chat_template(directory: str | Path) -> str | None:
 
 
 def _check_places(path: Path, member: Mapping[str, Any]) -> str:
-    """Checks that a member's name is a file name, and its adapter such a name in `members/`. Returns the name."""
+    """
+    Checks where a member is saved: its name must be a file name, and its adapter `members/` with a file name after it.
+    Returns the member's name.
+    """
     name = member.get("name")
     if not is_file_name(name):
         raise ValueError(

@@ -126,7 +126,10 @@ class Scorer:
             played.plan += [[[step_rows[row] for row in pack] for pack in batch] for batch in packs]
 
     def _weigh(self, played: Played, num_tokens_R: torch.Tensor) -> Worth:
-        """Computes what the rows of all ranks are worth. `num_tokens_R` are the tokens of each row in the loss."""
+        """
+        Computes the [`Worth`] of the rows of all ranks. `num_tokens_R` says of each row how many of its completion
+        tokens count in the loss.
+        """
         device = num_tokens_R.device
         members_R = torch.tensor([self.population[each["member"]].index for each in played.records], device=device)
         rewards_R, advantages_R, flat = self._weigh_rewards(played, members_R)
