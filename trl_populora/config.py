@@ -552,8 +552,9 @@ class PopuLoRAConfig(GRPOConfig):
             )
         if not 0 < self.halve_every < self.max_steps:
             raise ValueError(
-                f"`halve_every={self.halve_every}` needs a larger `max_steps`, got {self.max_steps}: with fewer rows "
-                f"for some and more for others, epochs say nothing. {self.students} members are down to one after "
+                f"`halve_every={self.halve_every}` needs a larger `max_steps`, got {self.max_steps}: the first "
+                "halving comes after that many optimizer steps, and the run must go on. Epochs cannot replace it: "
+                f"members that stay get twice as many rows. {self.students} members are down to one after "
                 f"{(self.students.bit_length() - 1) * self.halve_every} optimizer steps."
             )
 

@@ -261,7 +261,7 @@ def extrapolate(
     Goes from the worse parent through the better one and beyond: worse + factor * (better - worse).
 
     Args:
-        reach: At strength 1 the factor is drawn once per child, uniformly from [1, 1 + reach]. The paper has 1 to 1.5.
+        reach: At strength 1 the factor is drawn once per child, uniformly from [1, 1 + reach]. The paper has [1, 1.5].
         keep_norm: Whether each module is rescaled to the weighted mean of the parents' norms, see [`_weigh_norms`].
     """
     factor = 1 + strength * reach * float(torch.rand((), generator=generator, device=generator.device))

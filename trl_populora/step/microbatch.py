@@ -437,7 +437,7 @@ class Layout:
     Attributes:
         heads: The first row of each pack. Its member's adapter computes the row of the forward.
         branches: Whether any prompt is shared.
-        width: L.
+        width: Tokens of each row of the forward, padding included. `pad_to_multiple_of` may add more.
         used: Tokens that are not padding.
     """
 
@@ -667,7 +667,8 @@ def measure_sampling(output: Batch) -> dict[str, float]:
     return found
 
 
-# What TRL's loss logs for each micro-batch becomes one figure per step.
+# TRL's loss logs its figures once per micro-batch. Each figure becomes one per step: a mean weighted by tokens or live
+# rows, or the least or most where `EXTREMES` names it.
 
 
 # Figures that are the least or the most over rows.

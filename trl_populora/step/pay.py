@@ -1,7 +1,7 @@
 """Prices: what a proposal and an attempt are worth, and what guessing would give.
 
     Slot --> Outcome --> teacher_reward   what the teacher is paid for a proposal
-                     `-> student_share    the student's part of the match's score, from which ratings follow
+                     `-> student_share    the student's part of a proposal; ratings follow its mean over a match
     Sample -> Answer --> student_reward   what the student is paid for an attempt
 
 [`Outcome`] and [`Answer`] are all that a price may depend on. [`Rules`] holds the three functions. `play.py` calls
@@ -178,7 +178,8 @@ class Rules:
     Args:
         teacher_reward: Takes an [`Outcome`], returns what its teacher is paid; the paper's rule by default.
         student_reward: Takes an [`Answer`], returns what its student is paid; Absolute Zero's rule by default.
-        student_share: Takes an [`Outcome`], returns the student's part of the match's score, in [0, 1].
+        student_share: Takes an [`Outcome`], returns the student's part of this proposal, in [0, 1]. The student's part
+            of a match's score is the mean over the match's proposals.
     """
 
     teacher_reward: TeacherReward = price_proposals()
