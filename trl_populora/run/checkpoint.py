@@ -5,10 +5,10 @@ The HF `Trainer` writes optimizer, scheduler, generators and `trainer_state.json
     members/<name>/       an ordinary PEFT adapter directory per member
     population.json       base model, adapter shape, settings, members, step; a resume compares shape and settings
     lineage.jsonl         every replacement so far
-    archive.parquet       the task archive
+    archive.parquet       the task archive, which only the game has
     tokenizer.json, ...   the tokenizer
-    game.json             state of the population, the matchmaker and the features, and coverage of the archive;
-                          held-out scores, if the run measures any
+    game.json             state of the population. In the game: of the matchmaker and the features, coverage of the
+                          archive, held-out scores if there are any. In a dataset run: scores, and state of halving
     rank_state_<n>.pt     state of rank n: count of micro-batches, rows still to train on and the step they belong to,
                           metrics and loss that are not logged yet
     whole.json            names and sizes of all other files, the number of processes, the backend, and whether there
