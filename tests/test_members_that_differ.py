@@ -9,14 +9,15 @@ import shutil
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
-from transformers import AutoModelForCausalLM
-from trl import TrlParser
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer, TrlParser
 
-from tests.prompt_runs import QUESTIONS, SETTINGS, brief, population_trainer, stock_run, train_and_watch
+from tests.prompt_runs import QUESTIONS, SETTINGS, Judge, brief, population_trainer, stock_run, train_and_watch
 from tests.small_run import small_lora
 from trl_populora import PopuLoRAConfig, PopuLoRATrainer
 from trl_populora.cli import TrainArguments
 from trl_populora.config import MemberConfig, list_member_loras, settle_for_prompts
+from trl_populora.generate.player import seed_samples
 from trl_populora.generate.transformers import _divide_by_row
 from trl_populora.hub.export import export_member
 from trl_populora.lora.members import member_parameters, member_ranks, read_member, save_member
@@ -81,6 +82,34 @@ def test_four_members_that_differ_are_four_runs_of_trl(random_base, tmp_path, ca
         for key, expected in stock_factors.items():
             assert factors[member][key].shape == expected.shape
             assert (factors[member][key] - expected).norm() <= 1e-5 * expected.norm(), f"{member} {key}"
+
+
+def test_an_evaluation_of_members_that_differ_is_trls_of_each_alone(random_base, tmp_path):
+    # A batch of the evaluation has the rows of one member, and only the first member's samples are left to chance: its
+    # rows are drawn first, with TRL's own call, from the generator that starts at `seed`.
+    table, temperatures = QUESTIONS.select(range(3)), [1.5, 1e-5, 1e-4, 1e-5]
+    own = {"lora_r": [4, 2, 8, 1], "lora_alpha": [8, 2, 32, 5], "beta": [0.0, 0.3, 0.04, 0.0]}
+    options = {"per_device_eval_batch_size": 12, "generation_kwargs": {"min_new_tokens": 2}, "max_steps": 2}
+    lora = list_loras(own["lora_r"], own["lora_alpha"])
+    trainer, _ = population_trainer(
+        random_base, tmp_path, WRITERS, lora=lora, beta=own["beta"], temperature=temperatures, **options
+    )
+    trainer.train()
+    del trainer._generate_rows  # which records
+    found = trainer.evaluate(table)
+    for place, name in enumerate(trainer.population.names):
+        save_member(trainer.model, name, tmp_path / name)
+        alone = {"beta": own["beta"][place], "temperature": temperatures[place]}
+        stock = GRPOTrainer(
+            PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(random_base), tmp_path / name),
+            [Judge(), brief],
+            GRPOConfig(str(tmp_path / "stock"), **(SETTINGS | options | alone)),
+            QUESTIONS,
+            table,
+            processing_class=AutoTokenizer.from_pretrained(random_base),
+        )
+        with seed_samples([trainer.args.seed]):
+            assert stock.evaluate()["eval_reward"] == pytest.approx(found[f"eval_member/{name}/reward"]), name
 
 
 @pytest.fixture(scope="module")

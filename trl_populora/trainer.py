@@ -304,7 +304,7 @@ class PopuLoRATrainer(HubTrainer):
                 attempts=self.num_generations,
                 optimizer_steps=optimizer_steps,
                 rows_of_all=args.generation_batch_size,
-                micro_batches=args.steps_per_generation,
+                micro_batches_of_all=args.steps_per_generation // optimizer_steps,
                 **scoring,
             )
         else:
