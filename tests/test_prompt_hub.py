@@ -79,7 +79,7 @@ def test_a_pushed_run_loads_by_its_card_and_tells_about_itself(hub, trained, run
     files = hub.repos["me/prompts"]
     assert "archive.parquet" not in files
     card, scope, saved = files["README.md"].decode(), {}, read_population(run)
-    assert not [name for name in files if name.startswith("left/")]
+    assert all(f"{each['adapter']}/adapter_model.safetensors" in files for each in saved["left"])
     assert set(re.findall(r"members/\w+", card)) == {f"members/student_{n}" for n in range(3)}
     exec(re.search(r"```python\n(.*?)```", card, re.S)[1], scope)
     names = [saved["best_student"], "student_0", "student_1", "late"]
