@@ -1182,6 +1182,9 @@ class PopuLoRATrainer(HubTrainer):
         state = checkpoint.load_game(
             saved, self.population, self.game, self._stateful, self.shape, self.args, device, self._prompts
         )
+        if self.is_deepspeed_enabled:  # it has restored the weights by itself, and knows of no ranks and alphas
+            for member in self.population:
+                lora_members.set_rank(self.model, self.population.adapter(member.name), member.settings)
         self.directory.go_on_from(Path(saved), self.state.global_step)
         self._step, self._buffered_inputs = state.step, state.buffered
         row_class = PromptRow if self.game is None else Row
