@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig
 from transformers import TrainerCallback
 
 
@@ -18,9 +19,15 @@ RUNS: dict[str, dict[str, Any]] = {
     "change": {"names": ["a", "b", "c"], "max_steps": 5, "loss_type": "grpo"},
     "halve": {"names": ["a", "b", "c", "d"], "max_steps": 5, "halve_every": 2, "loss_type": "grpo"},
     # A generation has 3 prompts, and each of two ranks a group and a half of each member's. An epoch has two
-    # generations, so that the checkpoint is amid the second epoch.
+    # generations, so that the checkpoint is amid the second epoch. The members differ, and each birth mutates a rate.
     "groups across ranks": {
         "names": ["a", "b"],
+        "ranks": [4, 2],
+        "learning_rate": [1e-2, 3e-3],
+        "evolve_every": 2,
+        "evolve_burn_in": 0,
+        "crossover_rate": 0.0,
+        "hyperparameter_noise": 0.5,
         "num_generations": 8,
         "gradient_accumulation_steps": 6,
         "max_steps": 5,
@@ -38,10 +45,12 @@ def train(base: str, which: str, directory: str, resume: str | None = None, **op
     """Trains such a run; returns who is there at the end, their factors, and what the judge saw."""
     from tests.prompt_runs import QUESTIONS, population_trainer, write
     from trl_populora.lora.members import read_member
+    from trl_populora.run.read import read_lines
     from trl_populora.step.player import Completion
 
     given = RUNS[which] | options
-    trainer, judge = population_trainer(base, directory, given.pop("names"), **given)
+    lora = [LoraConfig(r=rank, lora_alpha=8, target_modules="all-linear") for rank in given.pop("ranks", [])]
+    trainer, judge = population_trainer(base, directory, given.pop("names"), lora=lora, **given)
 
     class Change(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
@@ -55,6 +64,9 @@ def train(base: str, which: str, directory: str, resume: str | None = None, **op
     names = trainer.population.names
     factors = {name: read_member(trainer.model_wrapped, trainer.population.adapter(name)) for name in names}
     found = {"names": names, "left": trainer.population.left, "factors": factors}
+    found["rates"] = {group["member"]: group["lr"] for group in trainer.optimizer.param_groups}
+    found["settings"] = [member.settings for member in trainer.population]
+    found["lineage"] = [line["child"] for line in read_lines(Path(directory, "lineage.jsonl"))]
     found["prompts"] = [call["prompts"] for call in judge.calls]
     if "per_device_eval_batch_size" in options:
 

@@ -67,3 +67,19 @@ def small_trainer(
         quantization_config=quantization_config,
         peft_config=small_lora(),
     )
+
+
+def scale_gradients(trainer, monkeypatch) -> None:
+    """As with `fp16`, which accelerate refuses on a CPU; a scale that is a power of two is exact."""
+    import torch
+    from accelerate.utils import AutocastKwargs
+    from transformers import TrainerCallback
+
+    class Scaled(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            monkeypatch.setattr(trainer.accelerator, "native_amp", True)
+            monkeypatch.setattr(trainer.accelerator.state, "_mixed_precision", "fp16")
+
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    trainer.accelerator.autocast_handler = AutocastKwargs(enabled=False)
+    trainer.add_callback(Scaled())

@@ -214,15 +214,20 @@ class TestSweepLearns:
     def test_a_walk_makes_each_run_once(self, tmp_path):
         given = ("--seeds", "0", "--output", str(tmp_path), "--arms")
         first = walk(sweep_learns.__file__, *given, "sweep")
-        both = walk(sweep_learns.__file__, *given, "sweep", "evolution")
-        assert [re.findall("seed 0, ([a-z]+):", said) for said in (first, both)] == [["base", "sweep"], ["evolution"]]
+        both = walk(sweep_learns.__file__, *given, "sweep", "evolution", "halving")
+        assert [re.findall("seed 0, ([a-z]+):", said) for said in (first, both)] == [
+            ["base", "sweep"],
+            ["evolution", "halving"],
+        ]
         lines = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
-        assert [line["arm"] for line in lines] == ["base", "sweep", "evolution"]
-        base, plain, evolved = (line["members"] for line in lines)
+        assert [line["arm"] for line in lines] == ["base", "sweep", "evolution", "halving"]
+        base, plain, evolved, halved = (line["members"] for line in lines)
         assert [member["rate"] for member in plain.values()] == list(sweep_learns.RATES)
         assert [len(member["trained"]) for member in plain.values()] == [3] * 4
         assert [member["trained"] for member in base.values()] == [[]]
         assert any(member["version"] for member in evolved.values())
+        (last,) = halved.values()
+        assert len(last["trained"]) == 3
         figures = gpu.figures_in(both)
         assert figures["evolution - sweep, best"]["half"] is None, "one seed says nothing about others"
 

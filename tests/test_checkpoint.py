@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from tests.populora_run import ON_PROMPTS, assert_equal, cut_run, make_trainer, run, state_of
+from tests.populora_run import ON_PROMPTS, assert_equal, assert_files_equal, cut_run, make_trainer, run, state_of
 from tests.without_extras import without_extras
 from trl_populora.lora.members import read_member
 from trl_populora.run.checkpoint import MANIFEST, find_flaw, find_newest
@@ -179,15 +179,6 @@ class TestKill:
                 break
             shutil.rmtree(tmp_path / "killed")  # a run that is done cannot be killed: start over, and kill earlier
             seconds *= 0.7
-
-
-def assert_files_equal(wanted: Path, found: Path) -> None:
-    """Byte for byte, except files that hold times or pickles of paths."""
-    names = [p.relative_to(wanted) for p in sorted(wanted.rglob("*")) if p.suffix in (".safetensors", ".parquet")]
-    names += [Path("population.json"), Path("lineage.jsonl")]
-    names += [p.relative_to(wanted) for p in sorted(wanted.glob("checkpoint-*/game.json"))]
-    assert len(names) > 15
-    assert [str(name) for name in names if (wanted / name).read_bytes() != (found / name).read_bytes()] == []
 
 
 @contextlib.contextmanager

@@ -15,6 +15,8 @@ from trl import GRPOConfig, TrlParser
 
 from tests import glossary
 from tests.glossary import table
+from tests.launching import launch, run_script
+from tests.populora_run import assert_files_equal
 from tests.recipe_runs import PROMPTS, ROOT
 from trl_populora import cli
 from trl_populora.config import MemberConfig, PopuLoRAConfig
@@ -24,6 +26,7 @@ from trl_populora.report.page import build_page, load_shown, write_report
 from trl_populora.report.plots import PLOTS, plot_run
 from trl_populora.report.table import list_members, print_population
 from trl_populora.run.callbacks import STEPS, PromptAlarms, format_evaluation, format_step
+from trl_populora.run.checkpoint import find_newest
 from trl_populora.run.read import METRICS, TIMES, classify_log, list_rewards, read_lines, read_population
 from trl_populora.tasks.script import PromptArguments, find_reward_functions, read_prompts
 
@@ -47,12 +50,23 @@ trainer.train()
 SMALL = ", max_steps=2, num_generations=2, per_device_train_batch_size=2, max_completion_length=8, report_to='none'"
 
 REWARDS = """
+import os
+import signal
+
+
 def brief(completions, **columns):
     return [-len(text) / 100 for text in completions]
 
 
 def vowels(completions, answer, **columns):
     return [sum(letter in "aeiou" for letter in text) / 10 for text in completions]
+
+
+def end(completions, trainer_state, **columns):
+    how, _, step = os.environ.get("END_BY", "").partition(" ")
+    if step == str(trainer_state.global_step) and os.environ["RANK"] == {"SIGTERM": "0", "SIGKILL": "1"}[how]:
+        os.kill(os.getppid() if how == "SIGTERM" else os.getpid(), getattr(signal, how))
+    return [0.0] * len(completions)
 """
 GAME_WORDS = ("teacher", "sandbox", "archive", "held out", "held-out", "task kinds", "proposal")
 
@@ -116,6 +130,32 @@ def run(random_base, tmp_path_factory):
     finally:
         os.chdir(before)
     return directory / "run"
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_two_processes_that_end_early_go_on_as_if_they_had_not(random_base, tmp_path, monkeypatch):
+    """The launcher gets SIGTERM in the third step, and in the fifth a process is killed."""
+    settings = {
+        "dataset_name": str(tmp_path / "data"),
+        "reward_funcs": ["rewards_of_mine.brief", "rewards_of_mine.end"],
+    }
+    settings |= {"max_steps": 6, "save_strategy": "steps", "save_steps": 1, "evolve_every": 2, "evolve_burn_in": 1}
+    config = write_yaml(tmp_path, random_base, eval_strategy="no", **settings)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    script = [str(ROOT / "recipes/train_populora.py"), "--config", config, "--resume", "true", "--output_dir"]
+
+    def run(run: str, end: str = "") -> str:
+        monkeypatch.setenv("END_BY", end)
+        command = [*launch("cpu_ddp.yaml"), *script, str(tmp_path / run)]
+        return run_script(command, tmp_path / f"{run} {end}", fails=bool(end))
+
+    run("unbroken")
+    assert "checkpoint-3 is whole: `--resume`" in run("ended", "SIGTERM 2")
+    run("ended", "SIGKILL 4")
+    assert find_newest(str(tmp_path / "ended")) == str(tmp_path / "ended" / "checkpoint-4")
+    run("ended")
+    assert_files_equal(tmp_path / "unbroken", tmp_path / "ended")
 
 
 def visible(page: str) -> str:

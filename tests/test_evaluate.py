@@ -57,7 +57,7 @@ class TestContenders:
 
     def write(self, root: Path, adapters: list[str], names: tuple[str, ...] = ("teacher_0", "student_0")) -> None:
         members = [{"name": n, "role": n[:7], "adapter": path} for n, path in zip(names, adapters, strict=True)]
-        state = {"format": 1, "base_model": "tiny", "step": 0, "best_student": "student_0", "members": members}
+        state = {"format": 1, "base_model": "tiny", "step": 0, "best_student": names[-1], "members": members}
         (root / "population.json").write_text(json.dumps(state))
 
     def test_members_are_those_that_are_wanted(self, run):
@@ -66,6 +66,11 @@ class TestContenders:
         assert evaluate.find_members(run, ["student_0"]) == {"student_0": student}
         with pytest.raises(ValueError, match="run has no member student_7; `populora info .*` lists them"):
             evaluate.find_members(run, ["student_0", "student_7"])
+
+    def test_a_member_that_joined_a_dataset_run_is_asked_with_the_adapter_of_its_seat(self, run):
+        self.write(run, ["members/teacher_0", "members/student_0"], ("teacher_0", "late"))
+        assert evaluate.find_members(run, ["late"]) == {"late": run / "members" / "student_0"}
+        assert evaluate.find_adapter(str(run)) == run / "members" / "student_0"
 
     def test_a_single_agent_is_asked_once(self, run):
         os.rename(run / "members" / "student_0", run / "members" / "agent")

@@ -18,10 +18,10 @@ from tests import join_worker
 from tests.fixed_rows import GradientLog
 from tests.launching import launch, run_script
 from tests.prompt_runs import QUESTIONS, SETTINGS, brief, population_trainer
-from tests.small_run import small_lora
+from tests.small_run import scale_gradients, small_lora
 from trl_populora import PopuLoRAConfig, PopuLoRATrainer
 from trl_populora.hub.card import _write_lineage
-from trl_populora.lora.members import member_parameters, read_member
+from trl_populora.lora.members import member_param_groups, member_parameters, read_member
 from trl_populora.population.members import Population
 from trl_populora.report.callbacks import list_family
 from trl_populora.report.charts import draw_lineage
@@ -101,6 +101,33 @@ def test_who_stays_trains_as_if_nobody_had_left(random_base, tmp_path, case):
         assert list_prompts(calls, name) == list_prompts(all_calls, name)
         check_close(read_all(left)[name], read_all(whole)[name])
     assert len(list_prompts(calls, "student_1")) == len(list_prompts(all_calls, "student_1")) // 2
+
+
+@pytest.mark.parametrize("with_what", ["an optimizer of the user's own", "a scale of gradients"])
+def test_the_members_that_come_and_go_do_not_notice(random_base, tmp_path, monkeypatch, with_what):
+    """The optimizer and the scaler are PyTorch's. They meet a seat that is empty, and then one that is taken again."""
+    options = {"max_steps": 4, "learning_rate": [1e-2, 3e-3, 2e-2]}
+    trainers = [population_trainer(random_base, tmp_path / name, WRITERS, **options)[0] for name in ("plain", "own")]
+    plain, own = trainers
+    if with_what == "a scale of gradients":
+        scale_gradients(own, monkeypatch)
+    else:
+        own.optimizer = torch.optim.AdamW([p for p in own.model.parameters() if p.requires_grad])
+        with pytest.raises(ValueError, match="has a parameter group of student_0 and student_1") as refused:
+            own.train()
+        (call,) = re.findall(r"`trainer.optimizer = AdamW\((.*?)\)`,", str(refused.value))
+        groups = eval(call, {"trainer": own, "member_param_groups": member_param_groups})
+        own.optimizer = torch.optim.AdamW(groups, eps=plain.args.adam_epsilon, fused=True)
+    changes = {
+        "after_1": lambda trainer: trainer.remove_member("student_1"),
+        "after_2": lambda trainer: trainer.add_member("late", learning_rate=5e-3),
+    }
+    for trainer in trainers:
+        trainer.add_callback(At(trainer, **changes))
+        trainer.train()
+    assert own.population.names == ["student_0", "late", "student_2"]
+    for name, factors in read_all(plain).items():
+        check_close(read_all(own)[name], factors)
 
 
 def test_a_leaver_and_a_resume_without_it_give_the_same_bits(random_base, tmp_path):
@@ -480,12 +507,18 @@ def test_two_processes_train_as_one(random_base, tmp_path, which, config):
     assert two["names"] == one["names"]
     assert [each["adapter"] for each in two["left"]] == [each["adapter"] for each in one["left"]]
     assert two["sums"][0] == two["sums"][1]
+    assert [two[name] for name in ("rates", "settings", "lineage")] == [
+        one[name] for name in ("rates", "settings", "lineage")
+    ]
     for name, factors in one["factors"].items():
         check_close(two["factors"][name], factors)
     assert two["evaluated"] == pytest.approx(one["evaluated"])
     if "again" in two:  # from the middle of a later epoch
         assert two["again"]["prompts"] == two["prompts"][3:]
         check_equal(two["again"]["factors"], two["factors"])
+        assert two["again"]["rates"] == two["rates"]
+        assert two["again"]["lineage"] == two["lineage"]
+        assert len(two["lineage"]) == 2, "a birth on both sides of the checkpoint"
 
 
 def test_the_guide_does_what_it_says(random_base, tmp_path, monkeypatch):

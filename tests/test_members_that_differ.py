@@ -9,14 +9,15 @@ import shutil
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
-from transformers import AutoModelForCausalLM
-from trl import TrlParser
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer, TrlParser
 
-from tests.prompt_runs import QUESTIONS, SETTINGS, brief, population_trainer, stock_run, train_and_watch
+from tests.prompt_runs import QUESTIONS, SETTINGS, Judge, brief, population_trainer, stock_run, train_and_watch
 from tests.small_run import small_lora
 from trl_populora import PopuLoRAConfig, PopuLoRATrainer
 from trl_populora.cli import TrainArguments
 from trl_populora.config import MemberConfig, list_member_loras, settle_for_prompts
+from trl_populora.generate.player import seed_samples
 from trl_populora.generate.transformers import _divide_by_row
 from trl_populora.hub.export import export_member
 from trl_populora.lora.members import member_parameters, member_ranks, read_member, save_member
@@ -25,33 +26,32 @@ from trl_populora.start import list_lora_configs
 
 
 WRITERS = ["a", "b", "c", "d"]
-STEPS = 4  # of each of 50 runs
+STEPS = 4  # of each of 35 runs
 CASES = {
     "rates": {"learning_rate": [1e-2, 3e-3, 2e-2, 1e-3]},
-    "pulls to the base": {"beta": [0.04, 0.0, 0.3, 0.04]},
     # The ratios to the old policy differ from 1 in the second iteration only.
     "clipping": {"epsilon": [0.2, 0.003, 0.0, 0.05], "num_iterations": 2},
     "clipping of cispo": {"epsilon": [0.2, 0.003, 0.0, 0.05], "num_iterations": 2, "loss_type": "cispo"},
     "temperatures": {"temperature": [1.0, 0.5, 2.0, 0.5], "num_iterations": 2},
     "temperatures and pulls": {"temperature": [1.0, 0.5, 2.0, 0.5], "beta": [0.04, 0.1, 0.3, 0.0]},
     "prompts by seed": {"seed": [5, 3, 9, 5], "member_prompts": "own"},
-    "ranks": {"lora_r": [4, 2, 8, 1], "weight_decay": 0.1},
-    "alphas": {"lora_alpha": [8, 2, 32, 8]},
-    "ranks and alphas": {"lora_r": [4, 2, 8, 3], "lora_alpha": [8, 2, 32, 5], "beta": [0.04, 0.0, 0.3, 0.04]},
+    "ranks, alphas and pulls": {
+        "lora_r": [4, 2, 8, 1],
+        "lora_alpha": [8, 2, 32, 5],
+        "beta": [0.04, 0.0, 0.3, 0.04],
+        "weight_decay": 0.1,
+    },
 }
 
 
-def list_loras(r=None, alpha=None) -> LoraConfig | list[LoraConfig]:
-    if r is None and alpha is None:
-        return small_lora()
-    ranks, alphas = r or [4] * len(alpha), alpha or [8] * len(r)
+def list_loras(ranks, alphas) -> list[LoraConfig]:
     return [LoraConfig(r=r, lora_alpha=a, target_modules="all-linear") for r, a in zip(ranks, alphas, strict=True)]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_four_members_that_differ_are_four_runs_of_trl(random_base, tmp_path, case):
     options = {"loss_type": "dapo", "max_steps": STEPS} | CASES[case]
-    lora = list_loras(options.pop("lora_r", None), options.pop("lora_alpha", None))
+    lora = list_loras(options.pop("lora_r", [4] * 4), options.pop("lora_alpha", [8] * 4))
     trainer, judge = population_trainer(random_base, tmp_path / "ours", WRITERS, lora=lora, **options)
     names = trainer.population.names
     for name in names:
@@ -83,6 +83,34 @@ def test_four_members_that_differ_are_four_runs_of_trl(random_base, tmp_path, ca
             assert (factors[member][key] - expected).norm() <= 1e-5 * expected.norm(), f"{member} {key}"
 
 
+def test_an_evaluation_of_members_that_differ_is_trls_of_each_alone(random_base, tmp_path):
+    # A batch of the evaluation has the rows of one member, and only the first member's samples are left to chance: its
+    # rows are drawn first, with TRL's own call, from the generator that starts at `seed`.
+    table, temperatures = QUESTIONS.select(range(3)), [1.5, 1e-5, 1e-4, 1e-5]
+    own = {"lora_r": [4, 2, 8, 1], "lora_alpha": [8, 2, 32, 5], "beta": [0.0, 0.3, 0.04, 0.0]}
+    options = {"per_device_eval_batch_size": 12, "generation_kwargs": {"min_new_tokens": 2}, "max_steps": 2}
+    lora = list_loras(own["lora_r"], own["lora_alpha"])
+    trainer, _ = population_trainer(
+        random_base, tmp_path, WRITERS, lora=lora, beta=own["beta"], temperature=temperatures, **options
+    )
+    trainer.train()
+    del trainer._generate_rows  # which records
+    found = trainer.evaluate(table)
+    for place, name in enumerate(trainer.population.names):
+        save_member(trainer.model, name, tmp_path / name)
+        alone = {"beta": own["beta"][place], "temperature": temperatures[place]}
+        stock = GRPOTrainer(
+            PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(random_base), tmp_path / name),
+            [Judge(), brief],
+            GRPOConfig(str(tmp_path / "stock"), **(SETTINGS | options | alone)),
+            QUESTIONS,
+            table,
+            processing_class=AutoTokenizer.from_pretrained(random_base),
+        )
+        with seed_samples([trainer.args.seed]):
+            assert stock.evaluate()["eval_reward"] == pytest.approx(found[f"eval_member/{name}/reward"]), name
+
+
 @pytest.fixture(scope="module")
 def unequal_run(random_base, tmp_path_factory):
     """A run with births: rates with noise, ranks, alphas and pulls of their own. Returns trainer and directory."""
@@ -98,7 +126,7 @@ def start_unequal(base, output_dir, ranks=(4, 2, 8, 1), alphas=(8, 2, 32, 5), be
         base,
         output_dir,
         WRITERS,
-        lora=list_loras(list(ranks), list(alphas)),
+        lora=list_loras(ranks, alphas),
         learning_rate=[1e-2, 3e-3, 2e-2, 1e-3],
         beta=list(betas),
         evolve_every=2,

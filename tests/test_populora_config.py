@@ -243,3 +243,10 @@ def test_task_kinds_are_a_list_of_names(kinds, tmp_path):
 def test_a_single_agent_has_no_teachers_rate(make_args):
     with pytest.raises(ValueError, match="`teacher_learning_rate` is set, and so is `single_agent`"):
         make_args(single_agent=True, per_device_train_batch_size=6, teacher_learning_rate=1e-3)
+
+
+@pytest.mark.parametrize("name", ["dispatch_batches", "split_batches"])
+@pytest.mark.parametrize("sort", ["for_game", "for_prompts"])
+def test_rows_that_accelerate_would_deal_anew_are_refused(tmp_path, name, sort):
+    with pytest.raises(ValueError, match=f"`accelerator_config` has `{name}`: .*Leave it out"):
+        getattr(PopuLoRAConfig(str(tmp_path), use_cpu=True, bf16=False, accelerator_config={name: True}), sort)()

@@ -15,12 +15,12 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 import torch
-from accelerate import AutocastKwargs
 from datasets import Dataset
 from peft import PeftModel, get_peft_model_state_dict
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from tests.populora_run import HELD_OUT, letters
+from tests.small_run import scale_gradients
 from tests.vllm_models import randomise
 from trl_populora.lora.members import member_param_groups, member_parameters, read_member
 from trl_populora.population.evolution import Birth
@@ -755,19 +755,6 @@ def test_an_interrupted_backward_leaves_no_route_behind(make_trainer):
     hook.remove()
     trainer.train()
     assert trainer.state.global_step == 1
-
-
-def scale_gradients(trainer, monkeypatch) -> None:
-    """As with `fp16`, which accelerate refuses on a CPU; a scale that is a power of two is exact."""
-
-    class Scaled(TrainerCallback):
-        def on_train_begin(self, args, state, control, **kwargs):
-            monkeypatch.setattr(trainer.accelerator, "native_amp", True)
-            monkeypatch.setattr(trainer.accelerator.state, "_mixed_precision", "fp16")
-
-    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    trainer.accelerator.autocast_handler = AutocastKwargs(enabled=False)
-    trainer.add_callback(Scaled())
 
 
 def test_scaled_gradients_are_unscaled_before_they_are_clipped(make_trainer, tmp_path, monkeypatch):

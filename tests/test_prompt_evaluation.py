@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
+from transformers import TrainerCallback
 
 from tests.populora_run import ON_PROMPTS
 from tests.prompt_runs import QUESTIONS, brief
@@ -32,10 +33,17 @@ def pay_by_step(completion_ids, member, trainer_state, **columns) -> list[float]
     return [float(step == 2) + bonus.get(name, 0.0) for name in member]
 
 
-def test_the_best_members_by_eval_reward_are_loaded_and_the_best_of_them_lies_at_the_root(random_base, tmp_path):
+def test_the_members_that_were_best_are_loaded_and_lie_at_the_root_also_one_that_left(random_base, tmp_path):
     every_step = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
     best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "max_steps": 4}
     trainer = build(random_base, tmp_path, pay_by_step, **every_step, **best)
+
+    class Leave(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                trainer.remove_member("student_2")
+
+    trainer.add_callback(Leave())
     trainer.train()
     checkpoint = tmp_path / "checkpoint-2"
     assert trainer.state.best_model_checkpoint == str(checkpoint)

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from tests.populora_run import ON_PROMPTS, make_trainer
 from tests.prompt_runs import QUESTIONS, brief
@@ -29,8 +29,19 @@ IDS = torch.arange(20)[None]
 
 @pytest.fixture(scope="module")
 def trained(random_base, tmp_path_factory):
-    """A dataset run of two members and two steps, saved; nobody writes into it."""
-    trainer = make_trainer(random_base, str(tmp_path_factory.mktemp("prompts") / "run"), SETTINGS)
+    """
+    A dataset run of two steps, saved; nobody writes into it. After the first step a member left, and another one took
+    its seat.
+    """
+    trainer = make_trainer(random_base, str(tmp_path_factory.mktemp("prompts") / "run"), SETTINGS | {"students": 3})
+
+    class Change(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                trainer.remove_member("student_2")
+                trainer.add_member("late", like="student_1")
+
+    trainer.add_callback(Change())
     trainer.train()
     trainer.save_model()
     return trainer
@@ -55,6 +66,10 @@ def say_live(trainer, *names: str) -> list[torch.Tensor]:
     return found
 
 
+def read_adapter(trainer, name: str) -> dict[str, torch.Tensor]:
+    return read_member(trainer.model, trainer.population.adapter(name))
+
+
 def load_base(base: str):
     return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
 
@@ -64,17 +79,21 @@ def test_a_pushed_run_loads_by_its_card_and_tells_about_itself(hub, trained, run
     files = hub.repos["me/prompts"]
     assert "archive.parquet" not in files
     card, scope, saved = files["README.md"].decode(), {}, read_population(run)
-    assert set(re.findall(r"members/\w+", card)) == {"members/student_0", "members/student_1"}
+    assert all(f"{each['adapter']}/adapter_model.safetensors" in files for each in saved["left"])
+    assert set(re.findall(r"members/\w+", card)) == {f"members/student_{n}" for n in range(3)}
     exec(re.search(r"```python\n(.*?)```", card, re.S)[1], scope)
-    names = [saved["best_student"], "student_0", "student_1"]
+    names = [saved["best_student"], "student_0", "student_1", "late"]
     loaded = [scope["model"]]
-    for name in names[1:]:
-        loaded.append(PeftModel.from_pretrained(load_base(random_base), "me/prompts", subfolder=f"members/{name}"))
+    for seat in range(3):
+        loaded.append(
+            PeftModel.from_pretrained(load_base(random_base), "me/prompts", subfolder=f"members/student_{seat}")
+        )
     for model, wanted in zip(loaded, say_live(trained, *names), strict=True):
         assert torch.allclose(say(model), wanted, atol=1e-5)
     capsys.readouterr()
     cli.main(["info", "me/prompts"])
-    assert "student_1" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert ("late" in told, "student_2" in told) == (True, False)
 
 
 def test_checkpoints_are_pushed_while_it_trains_and_its_report_later(hub, random_base, tmp_path):
@@ -95,10 +114,10 @@ def test_checkpoints_are_pushed_while_it_trains_and_its_report_later(hub, random
 @pytest.mark.parametrize("merge", [False, True], ids=["adapter", "merged"])
 def test_an_exported_member_says_what_it_says_in_the_run(trained, random_base, tmp_path, merge):
     out = tmp_path / "out"
-    assert export_member(trained.args.output_dir, out, "student_1", merge) == "student_1"
+    assert export_member(trained.args.output_dir, out, "late", merge) == "late"
     model = load_base(out if merge else random_base)
     found = say(model if merge else PeftModel.from_pretrained(model, out))
-    (wanted,) = say_live(trained, "student_1")
+    (wanted,) = say_live(trained, "late")
     assert torch.allclose(found, wanted, atol=1e-5)
     assert AutoTokenizer.from_pretrained(out)
 
@@ -111,16 +130,17 @@ def test_the_mean_of_all_members_is_exported(trained, tmp_path, random_base):
         states[name] = load_base(tmp_path / name).state_dict()
     mean = load_base(tmp_path / "mean").state_dict()
     for key, value in mean.items():
-        assert torch.allclose(value, (states["student_0"][key] + states["student_1"][key]) / 2, atol=1e-6), key
+        own = torch.stack([state[key] for state in states.values()])
+        assert torch.allclose(value, own.mean(0), atol=1e-6), key
 
 
 class TestWarmStart:
     def test_from_a_dataset_run_with_another_number_of_members(self, trained, random_base, tmp_path):
-        options = SETTINGS | {"students": 3, "warm_start": trained.args.output_dir, "max_steps": 1}
+        options = SETTINGS | {"students": 4, "warm_start": trained.args.output_dir, "max_steps": 1}
         trainer = make_trainer(random_base, str(tmp_path), options)
         ranked = sorted(trained.population, key=lambda member: -member.mu)
         for member, source in zip(trainer.population, [*ranked, ranked[0]], strict=True):
-            own, theirs = read_member(trainer.model, member.name), read_member(trained.model, source.name)
+            own, theirs = read_member(trainer.model, member.name), read_adapter(trained, source.name)
             assert all(torch.equal(own[key], theirs[key]) for key in theirs)
             assert (member.mu, member.parents) == (source.mu, (source.identity,))
         trainer.train()
@@ -168,7 +188,7 @@ class TestWarmStart:
             small_trainer(random_base, tasks, warm_start=trained.args.output_dir, **options)
         game = small_trainer(random_base, tasks, warm_start={"student": f"{trained.args.output_dir}"}, **options)
         best = read_population(trained.args.output_dir)["best_student"]
-        own, theirs = read_member(game.model, "student_1"), read_member(trained.model, best)
+        own, theirs = read_member(game.model, "student_1"), read_adapter(trained, best)
         assert all(torch.allclose(own[key], theirs[key]) for key in theirs)
         game.close()
 
@@ -178,12 +198,19 @@ class TestCommands:
         cli.main(["report", run])
         assert "Report written to" in capsys.readouterr().out
 
-    @pytest.mark.parametrize("command", [["crossplay"], ["push", "--archive_repo", "me/tasks"]])
-    def test_what_needs_tasks_is_refused_in_one_line(self, trained, command):
+    @pytest.mark.parametrize(
+        ("command", "told"),
+        [
+            (["crossplay"], "was trained on a dataset of prompts"),
+            (["push", "--archive_repo", "me/tasks"], "was trained on a dataset of prompts"),
+            (["export", "--out", "out", "--member", "student_2"], "has no member 'student_2'"),
+        ],
+    )
+    def test_what_there_is_not_is_refused_in_one_line(self, trained, command, told):
         run = trained.args.output_dir
         with pytest.raises(SystemExit) as stop:
             cli.main([command[0], run, *command[1:]])
-        assert f"{run} was trained on a dataset of prompts" in str(stop.value)
+        assert f"{run} {told}" in str(stop.value)
         assert "\n" not in str(stop.value)
 
     def test_held_out_tasks_are_refused_in_one_line(self, trained, tmp_path, monkeypatch):

@@ -11,8 +11,8 @@ import trackio
 import wandb
 from trackio import sqlite_storage
 
-from tests.populora_run import EVALUATED, make_trainer
-from trl_populora.report.callbacks import BIRTH, MEMBER
+from tests.populora_run import EVALUATED, ON_PROMPTS, make_trainer
+from trl_populora.report.callbacks import BIRTH, MEMBER, PROMPT_MEMBER
 from trl_populora.run.read import LINEAGE, read_lines
 from trl_populora.trainer import PopuLoRATrainer
 
@@ -158,3 +158,17 @@ def test_a_run_without_births_and_evaluations_has_its_last_population(base, tmp_
     make_trainer(base, str(tmp_path / "run"), settings).train()
     logs = logs_in_trackio(tmp_path, "quiet")
     assert [log["train/global_step"] for log in logs if "population" in log] == [1]
+
+
+def test_a_dataset_runs_table_has_rewards(base, tmp_path, monkeypatch):
+    for module in (trackio.utils, sqlite_storage):
+        monkeypatch.setattr(module, "TRACKIO_DIR", tmp_path / "trackio")
+    settings = {"students": 2, "max_steps": 1, "save_strategy": "no", "report_to": ["trackio"], "project": "rewards"}
+    evaluated = {"evaluated": True, "eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 1}
+    trainer = make_trainer(base, str(tmp_path / "run"), ON_PROMPTS | settings | evaluated)
+    trainer.train()
+    (rows,) = [log["population"]["_value"] for log in logs_in_trackio(tmp_path, "rewards") if "population" in log]
+    for row, member in zip(rows, trainer.describe()["members"], strict=True):
+        assert tuple(row) == PROMPT_MEMBER
+        assert (row["reward"], row["eval_reward"]) == (member["reward"], member["eval_reward"])
+        assert None not in (row["reward"], row["eval_reward"])

@@ -72,7 +72,7 @@ GAME_DEFAULTS = {
     "evolve_every": Breeding.evolve_every,
 }
 PROMPT_DEFAULTS = {"router_aux_loss_coef": 0.0, "teachers": 0, "evolve_every": 0}
-PROMPT_STREAMS = ("shared", "own")
+MEMBER_PROMPTS = ("shared", "own")
 # TRL's options that a dataset run may give as a list with one value for each member.
 MEMBER_OPTIONS = ("learning_rate", "beta", "epsilon", "temperature", "seed")
 # Options of dataset runs alone, with the values that they keep in the game.
@@ -454,6 +454,12 @@ class PopuLoRAConfig(GRPOConfig):
         if self.bf16 is None and not torch.accelerator.is_available():  # type: ignore[has-type]
             self.bf16 = False  # TRL's default is True, which transformers refuses on a machine without accelerator
         super().__post_init__()
+        for name in ("dispatch_batches", "split_batches"):
+            if getattr(self.accelerator_config, name):
+                raise ValueError(
+                    f"`accelerator_config` has `{name}`: each process knows its rows by their number, and accelerate "
+                    "would deal them anew. Leave it out."
+                )
 
     def _list_game_options(self) -> list[str]:
         """Lists the options that only the game has, and that differ from their defaults."""
@@ -512,7 +518,7 @@ class PopuLoRAConfig(GRPOConfig):
                 f"`evolve_every={self.evolve_every}` with `member_prompts='own'`: members with prompts of their own "
                 "cannot be compared, so they have no rating to select by. Set `evolve_every` to 0, or share prompts."
             )
-        self._check_changes()
+        self._settle_seats()
         self._multiply_by_members()
         self._settle_with_trl()
         for name in ("evolve_every", "halve_every"):
@@ -527,7 +533,7 @@ class PopuLoRAConfig(GRPOConfig):
                 "halving needs whole ones. Lower `gradient_accumulation_steps` or raise `steps_per_generation`."
             )
 
-    def _check_changes(self) -> None:
+    def _settle_seats(self) -> None:
         """Settles `max_members`, and refuses a halving that cannot work."""
         if self.max_members is None:
             self.max_members = self.students
@@ -538,7 +544,7 @@ class PopuLoRAConfig(GRPOConfig):
             )
         if not self.halve_every:
             return
-        clashes = {"max_members": self.students, "evolve_every": 0, "member_prompts": PROMPT_STREAMS[0]}
+        clashes = {"max_members": self.students, "evolve_every": 0, "member_prompts": MEMBER_PROMPTS[0]}
         for name, needed in clashes.items():
             if (value := getattr(self, name)) != needed:
                 raise ValueError(
@@ -707,7 +713,7 @@ class PopuLoRAConfig(GRPOConfig):
         choices: dict[str, Collection[object]] = {
             "loss_type": LOSS_NORMALISERS,
             "scale_rewards": scales,
-            "member_prompts": PROMPT_STREAMS,
+            "member_prompts": MEMBER_PROMPTS,
         }
         check_choices(self, choices)
         check_names(self.task_kinds)

@@ -772,7 +772,7 @@ def choose_betas(args: PopuLoRAConfig, population: Population) -> list[float]:
 
 
 def read_member_settings(
-    args: PopuLoRAConfig, given: Mapping[str, Any], like: Member | None, pulls: bool
+    args: PopuLoRAConfig, given: Mapping[str, Any], like: Member | None, has_kl_term: bool
 ) -> dict[str, Any]:
     """
     Reads the settings of a member that joins. Those left out are those of the member that it is like, or else those
@@ -782,7 +782,7 @@ def read_member_settings(
         args: Settings of the run.
         given: The settings that it is given.
         like: The member that it is like, if any.
-        pulls: Whether the run computes a KL term.
+        has_kl_term: Whether the run computes a KL term.
 
     Raises:
         `TypeError`: If a setting is unknown or no number.
@@ -791,7 +791,7 @@ def read_member_settings(
     known = {"learning_rate": args.learning_rate} | {name: each[0] for name, each in args.member_values.items()}
     if unknown := sorted(given.keys() - set(JOINING)):
         raise TypeError(f"A member has no settings {', '.join(unknown)} of its own, only {', '.join(JOINING)}.")
-    if given.get("beta") and not pulls:
+    if given.get("beta") and not has_kl_term:
         raise ValueError(
             f"`beta={given['beta']}`: no member had a KL term when the run began, so the reference is not computed. "
             "Start the run with a `beta` above 0."

@@ -305,7 +305,7 @@ class PopuLoRATrainer(HubTrainer):
                 attempts=self.num_generations,
                 optimizer_steps=optimizer_steps,
                 rows_of_all=args.generation_batch_size,
-                micro_batches=args.steps_per_generation,
+                micro_batches_of_all=args.steps_per_generation // optimizer_steps,
                 **scoring,
             )
         else:
@@ -1183,6 +1183,9 @@ class PopuLoRATrainer(HubTrainer):
         state = checkpoint.load_game(
             saved, self.population, self.game, self._stateful, self.shape, self.args, device, self._prompts
         )
+        if self.is_deepspeed_enabled:  # it has restored the weights by itself, and knows of no ranks and alphas
+            for member in self.population:
+                lora_members.set_rank(self.model, self.population.adapter(member.name), member.settings)
         self.directory.go_on_from(Path(saved), self.state.global_step)
         self._step, self._buffered_inputs = state.step, state.buffered
         row_class = PromptRow if self.game is None else Row

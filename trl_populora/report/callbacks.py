@@ -17,6 +17,10 @@ TRACKERS = ("wandb", "trackio")
 
 # Columns of the tables `population`, `births` and `lineage`.
 MEMBER = ("step", "name", "role", "mu", "sigma", "held_out", "age", "born", "version", "operator", "parents")
+# Of a dataset run, whose members have rewards and no solve rate.
+PROMPT_MEMBER = tuple(
+    each for name in MEMBER for each in (("reward", "eval_reward") if name == "held_out" else (name,))
+)
 BIRTH = ("step", "role", "child", "replaced", "parents", "operator", "strength", "mu", "cosine")
 INDIVIDUAL = ("member", "role", "born", "replaced", "generation", "parents", "operator", "mu")
 
@@ -61,8 +65,9 @@ class TrackerTables(TrainerCallback):
             return
         self._sent = step = state.global_step
         members = self.describe()["members"]
-        now = [_make_row({"step": step, **member}, MEMBER) for member in members]
-        tables: dict[str, tuple] = {"population": (MEMBER, now)}
+        columns = PROMPT_MEMBER if "reward" in members[0] else MEMBER
+        now = [_make_row({"step": step, **member}, columns) for member in members]
+        tables: dict[str, tuple] = {"population": (columns, now)}
         # At step 0 nobody has been born yet. A `lineage.jsonl` that is there belongs to an earlier run.
         births = read_lines(Path(args.output_dir, LINEAGE)) if step else []
         if births:

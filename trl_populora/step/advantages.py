@@ -95,7 +95,7 @@ class Scorer:
         self.rank, self.sharing, self.skips_blank_rows = rank, sharing, skips_blank_rows
         # Of a run whose seats may be empty: rows of a generation, and micro-batches of an optimizer step, with all.
         self.rows_of_all: int | None = None
-        self.micro_batches = 0
+        self.micro_batches_of_all = 0
 
     def score(self, played: Played) -> None:
         """Fills in a step's `worth`, `local_worth` and `plan` from its `rewards`. Collective."""
@@ -122,7 +122,7 @@ class Scorer:
                 self.sharing,
             )
             # TRL counts on as many micro-batches as all seats would fill.
-            packs += [[] for _ in range(self.micro_batches - len(packs))]
+            packs += [[] for _ in range(self.micro_batches_of_all - len(packs))]
             played.plan += [[[step_rows[row] for row in pack] for pack in batch] for batch in packs]
 
     def _weigh(self, played: Played, num_tokens_R: torch.Tensor) -> Worth:

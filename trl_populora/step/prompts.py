@@ -56,16 +56,16 @@ class PromptScorer(Scorer):
         attempts: G, `num_generations`.
         optimizer_steps: Optimizer steps that share the rows of a generation, without `num_iterations`.
         rows_of_all: Rows of a generation if no seat is empty, on all ranks.
-        micro_batches: Micro-batches of a generation on a rank.
+        micro_batches_of_all: Micro-batches of an optimizer step if no seat is empty, on a rank.
         others: Arguments of [`~trl_populora.step.advantages.Scorer`].
     """
 
     def __init__(
-        self, *, attempts: int, optimizer_steps: int, rows_of_all: int | None, micro_batches: int, **others: Any
+        self, *, attempts: int, optimizer_steps: int, rows_of_all: int | None, micro_batches_of_all: int, **others: Any
     ):
         super().__init__(**others)
         self.attempts, self.optimizer_steps = attempts, optimizer_steps
-        self.rows_of_all, self.micro_batches = rows_of_all, micro_batches // optimizer_steps
+        self.rows_of_all, self.micro_batches_of_all = rows_of_all, micro_batches_of_all
         self._judges = False  # whether a function has given a number in this training
 
     def _weigh_rewards(self, played: Played, members_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
