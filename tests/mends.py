@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 
@@ -22,7 +23,7 @@ def why_refused(kind: type[Exception], function: Callable, *arguments) -> str:
 
 
 def watch(trainer: PopuLoRATrainer) -> list[str]:
-    """Fills the list that it returns with plays and micro-batches."""
+    """Fills the list that it returns with plays and micro-batches, as they end."""
     play, train, did = trainer.rollout_func, trainer.training_step, []
 
     def watched_play(*given):
@@ -30,8 +31,9 @@ def watch(trainer: PopuLoRATrainer) -> list[str]:
         return play(*given)
 
     def watched_train(*given):
+        loss = train(*given)  # which asks for the play
         did.append("train")
-        return train(*given)
+        return loss
 
     trainer.rollout_func, trainer.training_step = watched_play, watched_train
     return did
@@ -68,7 +70,7 @@ def go_through(make: Callable[[dict, list[dict]], PopuLoRATrainer]) -> dict:
         "optimizer": refusal,
         "moved": moved,
         "did": did,
-        "told": told,
+        "told": json.loads(json.dumps(told)),
         "again": again,
         "resume": why_refused(ValueError, resumed.train, True),
         "steps": resumed.state.global_step,
