@@ -12,6 +12,7 @@ goes to `OUTPUT/SCENARIO/rank_N.pt`:
 - `resume`, `resume quantised` and `resume bf16` play a game straight, and again cut in two by a checkpoint;
 - `groups` are runs in which one role stays or is not there;
 - `evaluate` is one evaluation on held-out tasks;
+- `mends` is a trainer's way through faults that were mended;
 - `own` is a game whose pairs and advantages are a user's own functions, which say something else on each rank;
 - `shard` is FSDP2, which needs no trainer;
 - `half` is one step in fp16 with a loss scale, which only DeepSpeed does on a CPU;
@@ -33,9 +34,10 @@ from accelerate.state import AcceleratorState
 from peft import LoraConfig
 from transformers import TrainerCallback
 
-from tests import fsdp_worker, held_out_worker, populora_run
+from tests import fsdp_worker, held_out_worker, mends, populora_run
 from tests.fixed_rows import POPULATION, TEACHERS, play_fixed_rows
 from tests.launching import leave
+from tests.mends import why_refused
 from trl_populora.config import PopuLoRAConfig
 from trl_populora.lora.members import (
     _find_optimizer_entries,
@@ -131,14 +133,6 @@ def why_sections_are_refused(args: PopuLoRAConfig) -> list[str]:
         changed.deepspeed_plugin = plugin
         told.append(why_refused(ValueError, refuse_unsupported, changed, {}))
     return told
-
-
-def why_refused(kind: type[Exception], function, *arguments) -> str:
-    try:
-        function(*arguments)
-    except kind as error:
-        return str(error)
-    return ""
 
 
 def make_trainer(base: str, output: str, **options) -> PopuLoRATrainer:
@@ -347,6 +341,19 @@ def evaluate(base: str, output: str) -> dict:
     return held_out_worker.ranks(base, output)
 
 
+def go_through_mends(base: str, output: str) -> dict:
+    """A trainer's way through faults that were mended."""
+    made = []
+
+    def make(settings: dict, held_out: list[dict]) -> PopuLoRATrainer:
+        own = settings | {"evaluated": held_out, "eval_attempts": 3}
+        made.append(populora_run.make_trainer(base, output, own))
+        return made[-1]
+
+    seen = mends.go_through(make)
+    return identity(made[0]) | seen
+
+
 def choose_by_chance(student, teacher) -> float:
     """A weight of pairs, other on each rank."""
     return CHANCE.random()
@@ -423,6 +430,7 @@ SCENARIOS = {
     "resume bf16": resume_bf16,
     "groups": groups,
     "evaluate": evaluate,
+    "mends": go_through_mends,
     "own": own,
     "shard": shard,
     "half": half,

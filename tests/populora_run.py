@@ -106,8 +106,8 @@ def make_trainer(base: str, output_dir: str, settings: dict):
         return prompt_trainer(base, output_dir, settings)
     tasks = json.loads(Path(base, "tasks.json").read_text())
     settings = SETTINGS | {"output_dir": output_dir} | settings
-    held_out = HELD_OUT if settings.pop("evaluated", False) else None
-    return small_trainer(base, tasks, letters, held_out, **settings)
+    held_out = settings.pop("evaluated", None)
+    return small_trainer(base, tasks, letters, HELD_OUT if held_out is True else held_out, **settings)
 
 
 def prompt_trainer(base: str, output_dir: str, settings: dict):

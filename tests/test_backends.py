@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import backend_worker, fsdp_worker, held_out_worker
+from tests import backend_worker, fsdp_worker, held_out_worker, mends
 from tests.backend_worker import BROKEN, CLIPPED, EVENT, LOSS_SCALE, REPLACED, new_factors
 from tests.fixed_rows import SETTINGS, solo_run
 from tests.launching import BACKENDS, launch, run_script
@@ -33,10 +33,10 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 COMMON = ["replace", "evolve", "plain", "broken", "savings", "resume bf16"]
 SCENARIOS = {
-    "ddp": [*COMMON, "groups", "resume", "evaluate", "own", "shard"],
+    "ddp": [*COMMON, "groups", "mends", "resume", "evaluate", "own", "shard"],
     "zero1": ["replace", "broken"],
     "offload": ["broken"],
-    "zero2": [*COMMON, "groups", "resume", "half", "unwritable"],
+    "zero2": [*COMMON, "groups", "mends", "resume", "half", "unwritable"],
     "zero3": [*COMMON, "half"],
 }
 
@@ -233,6 +233,16 @@ def test_members_train_in_groups_of_every_form(runs):
     students = ["student_0", "student_1"]
     for rank in runs["groups"]:
         assert rank["moved"]["without teachers"] == rank["moved"]["teachers that stay"] == students
+
+
+@only("ddp", "zero2")
+def test_mends_hold_on_several_processes(runs):
+    """
+    Of an own optimizer with one group, of held-out rates of earlier weights, of rows that a training has left, and of
+    a resume whose held-out tasks were trained on.
+    """
+    for rank in runs["mends"]:
+        mends.check_all(rank, trains_once=rank["stage"] is not None)
 
 
 def test_a_cut_run_in_bf16_with_a_kl_term_and_two_iterations_equals_a_straight_one(runs):

@@ -284,6 +284,18 @@ def cut_off(file: str, listed: bool = False):
     return damage
 
 
+def unlisted(file: str):
+    """A file that is neither there nor listed, as on a node that did not write it."""
+
+    def damage(root: Path) -> None:
+        (root / file).unlink()
+        listing = json.loads((root / MANIFEST).read_text())
+        del listing["files"][file]
+        (root / MANIFEST).write_text(json.dumps(listing))
+
+    return damage
+
+
 def older_archive(root: Path) -> None:
     path = root / "archive.parquet"
     pq.write_table(pq.read_table(path).replace_schema_metadata({"populora_archive": "0"}), path)
@@ -354,6 +366,11 @@ class TestDamage:
             (other_rank, r"student_1/adapter_model.safetensors cannot be read into member.*must have shape"),
             (older_archive, "archive.parquet: field `populora_archive` of the schema is 0, this version reads 4"),
             (archive_without_a_column, "archive.parquet: column `outputs` is missing"),
+            (
+                cut_off("rank_state_0.pt", listed=True),
+                r"rank_state_0.pt is missing or cannot be read \(.*`warm_start='",
+            ),
+            (unlisted("rank_state_0.pt"), r"rank_state_0.pt is missing or cannot be read \(.*No such file"),
             (of_an_earlier_version, "rank_state_0.pt is of another version of this package"),
             (listed(backend="ZeRO-2"), "was saved under ZeRO-2, and this run uses DDP .one process.*`warm_start='/"),
             (listed(backend=None, optimizer=None), None),

@@ -195,13 +195,12 @@ class TestWhileTraining:
         straight.train()
         assert_equal(state_of(straight), state_of(cut_run(base, str(tmp_path / "cut"), settings, cut=5)))
 
-    def test_tasks_that_a_run_has_trained_on_are_not_held_out_by_its_resume(self, base, tmp_path, monkeypatch):
+    def test_tasks_that_a_run_has_trained_on_are_not_held_out_by_its_resume(self, base, tmp_path):
         settings = {"max_steps": 2, "save_steps": 1, "evolve_every": 0}
         trainer = make_trainer(base, str(tmp_path), settings | {"max_steps": 1})
         trainer.train()
         written = [task.to_record() for task in trainer.archive if task.author.startswith("teacher")][:2]
-        monkeypatch.setattr("tests.populora_run.HELD_OUT", written)
-        resumed = make_trainer(base, str(tmp_path), settings | {"evaluated": True})
+        resumed = make_trainer(base, str(tmp_path), settings | {"evaluated": written})
         before = read_lines(tmp_path / "metrics.jsonl")
         with pytest.raises(
             ValueError, match=r"checkpoint-1 has 2 of its \d+ archived tasks in common with `eval_data"

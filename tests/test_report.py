@@ -28,6 +28,7 @@ from trl_populora.report.charts import (
     draw_coverage,
     draw_curriculum,
     draw_held_out,
+    draw_kinds,
     draw_payoff,
     draw_ratings,
     draw_rejects,
@@ -42,6 +43,7 @@ from trl_populora.report.plots import PLOTS as ALL_PLOTS
 from trl_populora.report.plots import plot_run
 from trl_populora.report.table import compare_fifths
 from trl_populora.run.read import read_lines
+from trl_populora.tasks import Reject
 
 
 PLOTS = [plot for plot in ALL_PLOTS if "game" in plot.sorts]
@@ -341,6 +343,22 @@ def test_rejects_are_means_over_the_run():
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["format (2.5)"]
     (caption,) = [plot.caption for plot in PLOTS if plot.name == "rejects"]
     assert "in brackets the mean" in caption
+
+
+def test_no_two_reasons_of_rejection_look_alike():
+    figure = Figure()
+    draw_rejects(figure, Run("r", [{"step": 1} | {f"verify/reject/{reason}": 1.0 for reason in Reject}]))
+    looks = {(bars[0].get_facecolor(), bars[0].get_hatch()) for bars in figure.axes[0].containers}
+    assert len(looks) == len(Reject)
+
+
+def test_every_kind_of_task_is_drawn_of_however_many():
+    kinds = [f"kind_{number}" for number in range(10)]
+    rates = {f"solve/{kind}/rate": 0.5 for kind in kinds} | {f"propose/{kind}/valid_rate": 0.5 for kind in kinds}
+    figure = Figure()
+    draw_kinds(figure, Run("r", [{"step": 1} | rates, {"step": 2} | rates]))
+    labels = {text.get_text() for text in figure.legends[0].get_texts()}
+    assert {f"{kind}: solved" for kind in kinds} <= labels
 
 
 @pytest.mark.usefixtures("two_plots")

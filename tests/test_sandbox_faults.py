@@ -352,6 +352,7 @@ def test_without_seccomp_only_on_request():
         Sandbox(workers=1, without=("seccomp",))
     assert "allow_weak" in str(raised.value)
     assert "seccomp" in str(raised.value)
+    assert "not be probed" not in str(raised.value), "all were, and refused"
     with Sandbox(workers=1, without=("seccomp", "namespaces"), allow_weak=True) as box:
         assert box.level == "C"
         assert box.run([Job("def f(x): return 2", ONE)])[0].outputs == ("2",)

@@ -16,6 +16,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from trl_populora.lora.members import read_member, save_member, write_member
 
+from . import mends
 from .prompt_runs import population_trainer, stock_run, train_and_watch
 from .vllm_models import (
     ENGINE_ENVIRONMENT,
@@ -145,6 +146,18 @@ def test_beside_a_quantised_base_vllm_serves_it_unrounded_and_its_samples_are_we
     told = trainer.state.log_history[0]
     assert told["sampling/sampling_logp_difference/mean"] > 1e-3, "four bits are not the base"
     assert told["sampling/importance_sampling_ratio/min"] < 1
+
+
+@pytest.mark.slow
+def test_mends_hold_with_an_engine(engines_here, seed_tasks, tmp_path):
+    """See `test_mends_hold_on_several_processes`."""
+    shared = {"base": make_served_base(tmp_path / "base"), "output_dir": str(tmp_path / "run"), "eval_attempts": 3}
+    shared |= {"task_kinds": ["tests.populora_run:Letters", "code_o"], "sandbox_allow_weak": True}
+    tasks = [task.to_record() for task in seed_tasks]
+    seen = mends.go_through(lambda settings, held_out: make_trainer(shared | settings, tasks, held_out))
+    mends.check_all(seen)
+    differences = [entry[key] for entry in seen["log"] for key in entry if key.endswith("logp_difference/max")]
+    assert max(differences) < 1e-3, "the second training samples from the members as the first has left them"
 
 
 def start_prompts(base: str, output_dir: Path, **options):

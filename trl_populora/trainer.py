@@ -391,13 +391,19 @@ class PopuLoRATrainer(HubTrainer):
 
         Raises:
             `ValueError`: If another process trains in `output_dir`, if a run lies there that is not resumed, or if the
-                checkpoint cannot be resumed or is from a later step than `max_steps`.
+                checkpoint cannot be resumed or is from a later step than `max_steps`; under DeepSpeed, if
+                `trainer.optimizer` is set.
             `RuntimeError`: If this trainer has trained before, under DeepSpeed.
         """
         if self.is_deepspeed_enabled and self.model_wrapped is not self.model:
             raise RuntimeError(
                 "Under DeepSpeed a trainer trains once, because its engine ends with the training: make another "
                 "trainer, and give it `resume_from_checkpoint` or `warm_start`."
+            )
+        if self.is_deepspeed_enabled and self.optimizer is not None:
+            raise ValueError(
+                f"`trainer.optimizer` is a {type(self.optimizer).__name__}, which transformers would drop under "
+                "DeepSpeed and make one of its own. Leave it at None and choose `optim`, or train under DDP."
             )
         self._open()
         self._best_step = None

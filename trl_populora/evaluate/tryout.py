@@ -153,7 +153,7 @@ class Tryout:
     Args:
         questions, completions, findings: One of each per row, in the same order.
         ends: Tokens that end a completion. A completion whose last token is another one was cut.
-        seconds: Duration of the whole generation, with the start of vLLM if it generates.
+        seconds: Duration of the whole generation, without the start of vLLM.
         left_out: Forms that could not be tried, with the reason.
     """
 
@@ -271,11 +271,11 @@ def try_model(options: TryArguments) -> Tryout:
             referee.free_tokens = free_tokens
             setups[style] = Setup(referee, build_archive(None, kinds, style, args.archive_size, REFERENCES))
         questions, left_out = _pose_all(setups, options)
-        began = time.perf_counter()
         if options.vllm:
             player = _make_vllm_player(options, tokenizer, args, ends)
         else:
             player = make_player(base, tokenizer, Router(), [], args)
+        began = time.perf_counter()
         completions = _answer(player, questions)
         seconds = time.perf_counter() - began
         # All styles were generated together, which is faster. Each is judged by its own referee.

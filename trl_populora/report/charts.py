@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import wraps
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ Draw = Callable[["Figure", Run], None]  # paints into a figure or a part of one
 COLORS = {"teacher": "#D55E00", "student": "#0072B2"}
 SERIES_COLORS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0072B2", "#D55E00", "#8C6D00", "#444444")
 LINE_STYLES = ("-", "--", "-.", ":")
+HATCHES = (None, "///", "...", "xxx")
 GREY = "0.45"
 
 # On a phone 4.4 inches shrink to 340 pixels. Letters of 9.5 points then have 10 pixels.
@@ -226,7 +227,7 @@ def draw_held_out(axis: Axes, run: Run) -> None:
 def draw_held_out_kinds(axis: Axes, run: Run) -> None:
     """Draws the students' mean solve rate on each kind of task in the first held-out table and, dashed, the base's."""
     table = run.tables[0]
-    for kind, color in zip(run.held_out_kinds, SERIES_COLORS, strict=False):
+    for kind, color in zip(run.held_out_kinds, cycle(SERIES_COLORS), strict=False):
         axis.plot(*run.series(f"{table}{kind}/solve_rate"), color=color, linewidth=2, marker="o", label=kind)
         _, base = run.series(f"{table}base/{kind}/solve_rate")
         if base:
@@ -343,7 +344,7 @@ def draw_evaluations(axis: Axes, run: Run) -> None:
 @on_one_axis
 def draw_kinds(axis: Axes, run: Run) -> None:
     """Draws for each kind of task the share of right attempts, and the share of valid proposals."""
-    for kind, color in zip(run.kinds, SERIES_COLORS, strict=False):
+    for kind, color in zip(run.kinds, cycle(SERIES_COLORS), strict=False):
         plot_smoothed(axis, run, f"solve/{kind}/rate", color=color, label=f"{kind}: solved")
         steps, rates = run.series(f"propose/{kind}/valid_rate")
         axis.plot(steps, smooth(rates, run), color=color, linestyle=":", label=f"{kind}: valid")
@@ -428,7 +429,7 @@ def draw_rejects(axis: Axes, run: Run) -> None:
     for index, reason in enumerate(reasons):
         counts = [entry.get(prefix + reason) or 0.0 for entry in history]
         color = SERIES_COLORS[index % len(SERIES_COLORS)]
-        hatch = "///" if index >= len(SERIES_COLORS) else None
+        hatch = HATCHES[index // len(SERIES_COLORS)]
         mean = totals[reason] / len(steps)
         label = f"{reason.replace('_', ' ')} ({f'{mean:.1f}' if mean >= 0.1 else '< 0.1'})"
         axis.bar(steps, counts, width=1, bottom=bottom, color=color, hatch=hatch, label=label, linewidth=0)

@@ -231,7 +231,10 @@ def _write_changes(run: Run) -> str:
     if measured:
         header = ("", f"step {start}", f"step {end}", "change", *(("base",) if run.game else ()))
         parts.insert(0, _write_change_table(header, measured))
-    note = "First and last fifth of the logged steps. Bold: a clear change, by Welch's test at 1 %."
+    note = (
+        "First and last fifth of the logged steps. Bold: a clear change, by Welch's test at 1 %. It counts steps "
+        "as independent of each other. Neighbours are not quite, so a bold line may be chance all the same."
+    )
     tables = "".join(f"<div>{table}</div>" for table in parts)
     return f'<ul>{items}<li>{rest}</li></ul><div class="columns">{tables}</div><p class="note">{note}</p>'
 

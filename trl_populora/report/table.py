@@ -170,7 +170,6 @@ def _differ(first: Sequence[float], last: Sequence[float]) -> bool | None:
         return first[0] != last[0]
     from scipy.stats import ttest_ind
 
-    # The test takes steps as independent of each other. Apart from slow drifts they are.
     with warnings.catch_warnings():
         # scipy warns if the values of a sample hardly differ. The answer is right even so.
         warnings.simplefilter("ignore", RuntimeWarning)

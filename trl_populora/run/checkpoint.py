@@ -35,6 +35,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -454,9 +455,9 @@ def load_game(
             buffered rows and nothing to log.
 
     Raises:
-        `ValueError`: If `population.json`, `game.json` or the archive is missing or broken, or if the checkpoint has
-            another population, settings that a resume cannot change, or a file of another version. The message names
-            the file.
+        `ValueError`: If `population.json`, `game.json`, this rank's state or the archive is missing or broken, or if
+            the checkpoint has another population, settings that a resume cannot change, or a file of another version.
+            The message names the file.
     """
     root = Path(directory)
     saved = check_same_shape(root, shape, population.names)
@@ -474,6 +475,11 @@ def load_game(
         place = "cpu" if device.type == "cpu" else device
         try:
             return RankState(**torch.load(path, map_location=place, weights_only=True))
+        except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+            raise ValueError(
+                f"{path} is missing or cannot be read ({error!s:.200}). Resume an earlier checkpoint, or start a new "
+                f"run with `warm_start={directory!r}`."
+            ) from error
         except TypeError as error:
             raise ValueError(
                 f"{path} is of another version of this package ({error}). Resume with that version, or start a new "

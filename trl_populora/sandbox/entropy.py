@@ -123,20 +123,18 @@ def _has_stable_hash(value: Any) -> bool:
 
 class Address(int):
     """
-    The base class of what the guarded `id` returns. It is also that of what the guarded `hash` returns, except for an
-    `int` or `bool`, and inside a `__hash__` of the program.
+    The base class of what the guarded `hash` and `id` return, but inside a `__hash__` of the program. The hash of an
+    `int` or `bool` is a plain number.
     """
 
     __slots__ = ()
 
 
-# Special methods that would turn an address into a number, an order or a text.
-_ADDRESS_USES = [
-    *("lt", "le", "gt", "ge", "add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "rfloordiv", "truediv"),
-    *("rtruediv", "mod", "rmod", "divmod", "rdivmod", "pow", "rpow", "lshift", "rlshift", "rshift", "rrshift", "and"),
-    *("rand", "or", "ror", "xor", "rxor", "neg", "pos", "abs", "invert", "int", "index", "float", "trunc", "round"),
-    *("floor", "ceil", "bool", "str", "repr", "format"),
-]
+# Attributes that would turn an address into a number, an order or a text: all that integers have beyond an object.
+_ADDRESS_USES = {*dir(int)} - {*dir(object)} | {
+    f"__{name}__" for name in ("lt", "le", "gt", "ge", "str", "repr", "format", "reduce", "reduce_ex")
+}
+_FIRST_ADDRESS = 1 << 40  # far from numbers that programs compare an address with, such as -1 and 0
 
 
 def make_builtins(stop: Stop) -> dict[str, Callable]:
@@ -147,12 +145,19 @@ def make_builtins(stop: Stop) -> dict[str, Callable]:
     stops the program. `hash` also stops it at a value whose hash differs from process to process.
     """
     real_hash, real_id = hash, id
+    # Functions in C, such as `operator.index`, read the number inside an integer and ask none of its methods. So `id`
+    # gives numbers in the order in which the program asks: the same in every run.
+    numbers: dict[int, int] = {}
+
+    def is_within_hash() -> bool:
+        # Inside a `__hash__` that the program defines, `hash` and `id` give plain numbers, so that the method may
+        # combine them. If the program calls `hash` on its object, that call comes from outside the method and is
+        # guarded. A direct call of `x.__hash__()` is not: `_ORDER_NAMES` in child.py makes the trainer ask for more
+        # runs.
+        return sys._getframe(2).f_code.co_name == "__hash__"
 
     def guarded_hash(value: object, /) -> int:
-        # Inside a `__hash__` that the program defines, `hash` gives a plain number, so that the method may combine
-        # hashes. If the program calls `hash` on its object, that call comes from outside the method and is guarded.
-        # A direct call of `x.__hash__()` is not: `_ORDER_NAMES` in child.py makes the trainer ask for more runs.
-        if sys._getframe(1).f_code.co_name != "__hash__":
+        if not is_within_hash():
             if not _has_stable_hash(value):
                 stop(f"hash() of {type(value).__name__} differs from run to run")
             return GuardedAddress(real_hash(value)) if type(value) not in (int, bool) else real_hash(value)
@@ -160,16 +165,18 @@ def make_builtins(stop: Stop) -> dict[str, Callable]:
 
     class GuardedAddress(Address):
         __slots__ = ()
-        __hash__ = int.__hash__
 
     def stop_use(*_: object, **__: object) -> None:
         stop("hash() and id() give nothing to compute with: they depend on this Python or on this run")
 
     for name in _ADDRESS_USES:
-        setattr(GuardedAddress, f"__{name}__", stop_use)
+        # A property would be no special method: Python passes over errors of looking one up.
+        setattr(GuardedAddress, name, stop_use if name.startswith("__") else property(stop_use))
 
     def guarded_id(value: object, /) -> int:
-        return GuardedAddress(real_id(value))
+        if is_within_hash():
+            return real_id(value)
+        return GuardedAddress(numbers.setdefault(real_id(value), _FIRST_ADDRESS + len(numbers)))
 
     guarded_hash.__name__, guarded_id.__name__ = "hash", "id"
     return {"hash": guarded_hash, "id": guarded_id}

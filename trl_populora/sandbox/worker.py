@@ -70,12 +70,17 @@ class Worker:
         """Explains why this zygote may not serve. `reason` says why its walls could not be probed, if so."""
         missing = [f"{name}: {why}" for name, why in self.layers.items() if why]
         open_doors = [name for name, refused in self.refused.items() if not refused]
+        if not self.refused:
+            found = f"The walls could not be probed ({reason})"
+        elif open_doors:
+            found = f"A program could: {', '.join(open_doors)}"
+        else:
+            found = "All probes were refused, but nothing else holds where these layers are missing"
         return (
             "this host cannot confine untrusted programs (level C). Missing layers: "
             + ("; ".join(missing) or "none")
-            + ". A program could: "
-            + (", ".join(open_doors) or f"not be probed ({reason})")
-            + ". `allow_weak=True` (in training `sandbox_allow_weak`) runs programs all the same, with limits and a"
+            + f". {found}. "
+            "`allow_weak=True` (in training `sandbox_allow_weak`) runs programs all the same, with limits and a"
             " deadline but perhaps nothing that keeps them from your files and your network: set it only where a"
             " virtual machine or a container is the wall."
         )
