@@ -318,6 +318,8 @@ class Teller(TrainerCallback):
         }
         if self.side == "ours":
             found["live_rows"] = live
+        else:
+            found["sampled_tokens"] = runner.sampled[-1] / setup.rows
         if setup.known:
             args = runner.trainer.args
             found["share_of_peak"] = share_of_peak(setup, self.side, args, rows, live, seconds)
