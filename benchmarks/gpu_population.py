@@ -9,8 +9,8 @@ Nothing is downloaded: weights are random, the tokenizer is the embedded base's.
 token limit, so no task is valid, students attempt archived ones, and every row is as long as it may be; a reward on
 token ids gives every row an advantage. That is the update at its fullest, of fewer rows than the recipe's: 4T+4S with
 two proposals a teacher and two attempts. Settings that decide about memory (rank, micro-batch, lengths, share of vLLM)
-are the recipe's. Generation is vLLM's where the recipe says so, with CUDA graphs and nothing compiled, so that it is
-up within a minute; where vLLM is not installed it is transformers', and completions have 256 tokens.
+are the recipe's. Generation is vLLM's where the recipe says so, with CUDA graphs and nothing compiled, so that it
+starts soon; where vLLM is not installed it is transformers', and completions have 256 tokens.
 
 Memory and seconds stand beside what recipes/budget.py predicts for these rows on this card; the first step, a warm-up,
 is left out of the seconds. `share_of_peak` is how much of the card's arithmetic or bandwidth, whichever bounds a phase

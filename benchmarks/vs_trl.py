@@ -287,8 +287,8 @@ def lora(rank: int = RANK) -> LoraConfig:
 
 def graphs_up_to(rows: int) -> dict[str, Any]:
     """
-    Arguments with which vLLM is up within a minute on a GPU: it compiles nothing, and records CUDA graphs for so many
-    rows at most.
+    Arguments with which vLLM starts soon on a GPU: it compiles nothing, and records CUDA graphs for so many rows at
+    most.
     """
     sizes = [size for size in (8, 16, *range(32, rows, 32)) if size < rows]
     graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [*sizes, rows]}
