@@ -9,8 +9,8 @@ Nothing is downloaded: weights are random, the tokenizer is the embedded base's.
 token limit, so no task is valid, students attempt archived ones, and every row is as long as it may be; a reward on
 token ids gives every row an advantage. That is the update at its fullest, of fewer rows than the recipe's: 4T+4S with
 two proposals a teacher and two attempts. Settings that decide about memory (rank, micro-batch, lengths, share of vLLM)
-are the recipe's. Generation is vLLM's where the recipe says so; where vLLM is not installed it is transformers', and
-completions have 256 tokens.
+are the recipe's. Generation is vLLM's where the recipe says so, with CUDA graphs and nothing compiled, so that it
+starts soon; where vLLM is not installed it is transformers', and completions have 256 tokens.
 
 Memory and seconds stand beside what recipes/budget.py predicts for these rows on this card; the first step, a warm-up,
 is left out of the seconds. `share_of_peak` is how much of the card's arithmetic or bandwidth, whichever bounds a phase
@@ -49,6 +49,7 @@ from budget import (  # noqa: E402
 )
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, TrainerCallback  # noqa: E402
 from trl import TrlParser, get_quantization_config  # noqa: E402
+from vs_trl import graphs_up_to  # noqa: E402
 
 from trl_populora.assets import tiny_base_path  # noqa: E402
 from trl_populora.cli import TrainArguments  # noqa: E402
@@ -136,8 +137,8 @@ def read(recipe: str, options: argparse.Namespace, output_dir: str) -> tuple[Pop
 
 
 def mean(history: list[dict], key: str) -> float | None:
-    """Of a metric over all steps but the first."""
-    values = [entry[key] for entry in history[1:] if entry.get(key) is not None]
+    """Of a metric over all steps but the first, where there are others."""
+    values = [entry[key] for entry in history[1:] or history if entry.get(key) is not None]
     return statistics.mean(values) if values else None
 
 
@@ -198,6 +199,8 @@ def main() -> None:
         if not options.dry_run:
             torch.cuda.empty_cache()
         args.model_init_kwargs = {"dtype": model.dtype}
+        if args.use_vllm:
+            args.vllm_engine_kwargs = graphs_up_to(args.rows_per_step)
         quantised = get_quantization_config(model)
         watch = Watch()
         trainer = PopuLoRATrainer(

@@ -381,7 +381,20 @@ def members_figures(options: argparse.Namespace, preset: Preset, device: torch.d
     }
     if ("mixed", many) in times:
         figures["vs_peft_mixed"] = times["routed", many]["total"] / times["mixed", many]["total"]
+    if device.type == "cuda":
+        figures["share_of_peak"] = share_of_peak(preset, times["routed", many]["total"])
     return figures
+
+
+def share_of_peak(preset: Preset, seconds: float) -> float:
+    """How much of the card's bf16 arithmetic a step makes use of; 0 on a card whose peak is not known here."""
+    from gpu_population import Shape, card  # a second more for every run on a CPU
+
+    gpu, known = card()
+    sizes = (preset.hidden, preset.layers, preset.heads, preset.key_value_heads, preset.intermediate)
+    # Forward, its recomputation, and the way back through frozen weights.
+    work = 6 * Shape(*sizes, preset.vocabulary, False).parameters * preset.rows * preset.tokens
+    return known * work / seconds / gpu.flops
 
 
 def main() -> None:

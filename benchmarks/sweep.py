@@ -29,12 +29,10 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from difflib import SequenceMatcher
-from importlib import import_module
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -47,8 +45,7 @@ import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from step_overhead import CLOCKS  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
-from trl.generation import vllm_generation  # noqa: E402
-from vs_trl import COMMON, ENGINE_ON_CPU, Memory, lora, save_cut  # noqa: E402
+from vs_trl import COMMON, Memory, choose_engines, lora, save_cut  # noqa: E402
 
 from trl_populora.assets import real_seed_tasks, resolve_model_path  # noqa: E402
 from trl_populora.config import PopuLoRAConfig  # noqa: E402
@@ -190,11 +187,7 @@ def choose_settings(options: argparse.Namespace) -> dict[str, Any]:
     if options.vllm:
         settings |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 1024}
         settings["vllm_gpu_memory_utilization"] = 0.2
-    if options.vllm and not options.gpu:
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, of each engine
-        settings["vllm_engine_kwargs"] = ENGINE_ON_CPU
-        vllm_generation.LLM = functools.partial(vllm_generation.LLM, **ENGINE_ON_CPU)
-        import_module("vllm._custom_ops")._supports_onednn = False  # whose packed weights TRL could not replace
+        settings |= choose_engines(options.gpu, rows * len(RATES))
     return settings
 
 

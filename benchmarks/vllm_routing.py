@@ -34,6 +34,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from trl.generation.vllm_generation import VLLMGeneration
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
+from vs_trl import graphs_up_to
 
 from trl_populora.assets import tiny_base_path
 from trl_populora.generate.vllm import PopulationGeneration
@@ -93,7 +94,7 @@ def make_generation(base: str, rank: int, dtype: torch.dtype, directory: str, to
         gpu_memory_utilization=0.2,  # three engines, one after the other, and not each gives all of it back
         max_completion_length=tokens,
         generation_kwargs={"ignore_eos": True},
-        engine_kwargs={"enforce_eager": True} if DEVICE.type == "cpu" else {},
+        engine_kwargs={"enforce_eager": True} if DEVICE.type == "cpu" else graphs_up_to(MEMBERS * ROWS_PER_MEMBER),
     )
     return generation, model, names, router
 

@@ -18,8 +18,8 @@ run. `peak_memory_ratio` is of what the process holds beyond what it held before
 `--model` takes a directory of a base that plays without further training, as `populora export` merges one; both sides
 compute in bf16. `--layers 6` keeps the first six layers, enough to walk through. With `--vllm` each side generates
 with an engine of its own in this process: ours serves one LoRA per request and is sent adapters, TRL's is sent the
-merged weights at every step. On a CPU both compute in fp32 then and without oneDNN's packed
-weights, which TRL could not replace.
+merged weights at every step (`publish`). On a CPU both compute in fp32 then and without oneDNN's packed
+weights, which TRL could not replace; on a GPU neither engine compiles anything.
 
 *The update alone at 7B-like proportions.* A random Qwen3 of `--width`, prompts of 700 tokens, completions of 50 to
 2048 with a long tail (lognormal, median 250), groups of 8 attempts; a share `--live` of the groups and proposals, as
@@ -78,7 +78,7 @@ PAIRS = 4  # teachers, and students, unless an option says otherwise
 PROPOSALS = 16  # of all teachers in a whole step
 RANK = 16
 ENGINE_ON_CPU = {"enforce_eager": True, "dtype": "float32"}  # it would compile for minutes
-PHASES = ("generate", "rest", "update")
+PHASES = ("generate", "publish", "rest", "update")
 LONG = SimpleNamespace(prompt=700, median=250, shortest=50, longest=2048, proposals=2, attempts=8, batch=4)
 
 
@@ -91,10 +91,11 @@ class Step:
 
 
 class Recorder(TrainerCallback):
-    """Seconds by phase of every step but each round's first."""
+    """Seconds by phase of every step but each round's first, which is `warm_up`."""
 
     def __init__(self, clock: Callable[[], float], phases: Callable[[], dict[str, float]]):
         self.clock, self.phases, self.steps = clock, phases, []
+        self.warm_up: dict[str, float] = {}
 
     def on_step_begin(self, args, state, control, **kwargs):
         torch.manual_seed(state.global_step)
@@ -104,8 +105,11 @@ class Recorder(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         total = self.clock() - self.start
         phases = self.phases()
+        step = phases | {"update": total - sum(phases.values()), "total": total}
         if state.global_step > 1:
-            self.steps.append(phases | {"update": total - sum(phases.values()), "total": total})
+            self.steps.append(step)
+        else:
+            self.warm_up = step
 
 
 class Memory:
@@ -142,23 +146,43 @@ class Memory:
         self.thread.join()
 
 
+def watch_publishing(trainer: GRPOTrainer, clock: Callable[[], float]) -> Callable[[], float]:
+    """Times what vLLM is sent. Each call of what it returns gives the seconds since the call before."""
+    spent = [0.0]
+    if trainer.use_vllm:
+        publish = trainer.vllm_generation.sync_weights
+
+        def timed() -> None:
+            start = clock()
+            publish()
+            spent.append(clock() - start)
+
+        trainer.vllm_generation.sync_weights = timed
+
+    def take() -> float:
+        seconds = sum(spent)
+        spent.clear()
+        return seconds
+
+    return take
+
+
 class Ours:
     """A population, whose steps are kept for TRL."""
 
-    def __init__(self, base, clock, steps: int, directory: str, **options: Any):
-        pairs = options.pop("pairs", PAIRS)
+    def __init__(self, base, clock, steps: int, directory: str, reward: Callable | None = None, **options: Any):
+        pairs, rank = options.pop("pairs", PAIRS), options.pop("rank", RANK)
         args = PopuLoRAConfig(
             f"{directory}/ours",
             teachers=pairs,
             students=pairs,
             evolve_every=0,
-            sandbox_workers=1,
             save_rollouts=False,
-            **COMMON,
+            **({"sandbox_workers": 1} | COMMON | options),
             max_steps=steps + 1,
-            **options,
         )
-        self.trainer = PopuLoRATrainer(base, args=args, peft_config=lora())
+        self.trainer = PopuLoRATrainer(base, reward, args, peft_config=lora(rank))
+        self.published = watch_publishing(self.trainer, clock)
         self.played: list[Step] = []
         self.memory = Memory()
         self.live: list[float] = []
@@ -176,8 +200,10 @@ class Ours:
         metrics = {name: values[-1] for name, values in self.trainer._metrics["train"].items() if values}
         self.live.append(metrics["batch/live_rows"])
         seconds = {phase: metrics.get(f"time/{phase}", 0.0) for phase in ("match", "propose", "verify", "solve")}
+        publish = self.published()
         return {
-            "generate": seconds["propose"] + seconds["solve"],
+            "generate": seconds["propose"] + seconds["solve"] - publish,
+            "publish": publish,
             "rest": seconds["match"] + seconds["verify"],
         }
 
@@ -190,30 +216,34 @@ class Theirs:
     """Stock TRL, which replays the steps of ours."""
 
     def __init__(self, base, tokenizer, clock, rows: int, steps: int, directory: str, **options: Any):
-        group = options.pop("attempts_per_task")
+        group, rank = options.pop("attempts_per_task"), options.pop("rank", RANK)
         args = GRPOConfig(
             f"{directory}/theirs",
-            **COMMON,
+            **(COMMON | options),
             max_steps=steps + 1,
             num_generations=group,
             generation_batch_size=rows,
             gradient_accumulation_steps=rows // options["per_device_train_batch_size"],
-            **options,
         )
         prompt = [{"role": "user", "content": ""}]  # `rollout_func` says what is asked
         self.trainer = GRPOTrainer(
-            get_peft_model(base, lora()),
+            get_peft_model(base, lora(rank)),
             fixed,
             args,
             Dataset.from_dict({"prompt": [prompt] * (rows // group)}),
             processing_class=tokenizer,
         )
         self.trainer.rollout_func = self.replay
+        self.published = watch_publishing(self.trainer, clock)
         self.clock, self.generating, self.steps, self.generates = clock, 0.0, [], True
         self.sampled: list[int] = []
         self.memory = Memory()
-        self.recorder = Recorder(clock, lambda: {"generate": self.generating, "rest": 0.0})
+        self.recorder = Recorder(clock, self.phases)
         self.trainer.add_callback(self.recorder)
+
+    def phases(self) -> dict[str, float]:
+        publish = self.published()
+        return {"generate": self.generating - publish, "publish": publish, "rest": 0.0}
 
     def replay(self, prompts: list, trainer: GRPOTrainer) -> dict[str, list]:
         step = self.steps[trainer.state.global_step]
@@ -251,8 +281,31 @@ COMMON: dict[str, Any] = {
 }
 
 
-def lora() -> LoraConfig:
-    return LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+def lora(rank: int = RANK) -> LoraConfig:
+    return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def graphs_up_to(rows: int) -> dict[str, Any]:
+    """
+    Arguments with which vLLM starts soon on a GPU: it compiles nothing, and records CUDA graphs for so many rows at
+    most.
+    """
+    sizes = [size for size in (8, 16, *range(32, rows, 32)) if size < rows]
+    graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [*sizes, rows]}
+    return {"compilation_config": {"mode": 0, **graphs}}
+
+
+def choose_engines(gpu: bool, rows: int) -> dict[str, Any]:
+    """
+    Gives both sides' engines the same arguments, which let them start soon: TRL has no option for them. Returns ours.
+    """
+    arguments = graphs_up_to(rows)
+    if not gpu:
+        arguments = ENGINE_ON_CPU
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, of each engine
+        import_module("vllm._custom_ops")._supports_onednn = False  # whose packed weights TRL could not replace
+    vllm_generation.LLM = functools.partial(vllm_generation.LLM, **arguments)
+    return {"vllm_engine_kwargs": arguments}
 
 
 def save_cut(path: str, dtype: str, layers: int, directory: str) -> str:
@@ -284,11 +337,8 @@ def whole_steps(options: argparse.Namespace, clock, directory: str) -> tuple[dic
     game = {"pairs": options.pairs, "proposals_per_teacher": proposals}
     game |= {"references_per_proposal": 2, "inputs_per_function": 6}
     game["model_init_kwargs"] = {"dtype": dtype}
-    if options.vllm and not options.gpu:
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, of each engine
-        game["vllm_engine_kwargs"] = ENGINE_ON_CPU
-        vllm_generation.LLM = functools.partial(vllm_generation.LLM, **ENGINE_ON_CPU)
-        import_module("vllm._custom_ops")._supports_onednn = False  # whose packed weights TRL could not replace
+    if options.vllm:
+        game |= choose_engines(options.gpu, rows)
     if options.model:
         game |= {"task_kinds": ["code_o", "code_i"], "shots": 0, "prompt_style": "turns"}
     ours = Ours(path, clock, options.steps, directory, **settings, **game)
@@ -317,6 +367,11 @@ def whole_steps(options: argparse.Namespace, clock, directory: str) -> tuple[dic
     return medians(ours.recorder), medians(theirs.recorder), statistics.mean(ours.live), memory
 
 
+def draw_length(rng: random.Random) -> int:
+    """The tokens of a completion of a 7B run."""
+    return min(LONG.longest, max(LONG.shortest, round(rng.lognormvariate(0, 1.0) * LONG.median)))
+
+
 def long_rows(live: float, seed: int) -> list[Row]:
     """A step of synthetic rows with the prompts and lengths of a 7B run; a share of the groups has unequal rewards."""
     rng = random.Random(seed)
@@ -325,8 +380,7 @@ def long_rows(live: float, seed: int) -> list[Row]:
         return [rng.randrange(1000) for _ in range(count)]
 
     def completion() -> list[int]:
-        length = round(rng.lognormvariate(0, 1.0) * LONG.median)
-        return tokens(min(LONG.longest, max(LONG.shortest, length)))
+        return tokens(draw_length(rng))
 
     rows, rules = [], Rules()
     tasks = PAIRS * LONG.proposals

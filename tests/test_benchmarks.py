@@ -19,6 +19,7 @@ import gpu  # noqa: E402
 import gpu_population  # noqa: E402
 import ratings  # noqa: E402
 import scaling  # noqa: E402
+import step_at_7b  # noqa: E402
 import sweep  # noqa: E402
 import sweep_learns  # noqa: E402
 
@@ -30,11 +31,26 @@ from trl_populora.tasks import load_seed_tasks  # noqa: E402
 from .without_extras import without_extras  # noqa: E402
 
 
-NEEDED = {"vllm_routing": ["vllm"], "7B in 4 bits": ["bitsandbytes"], "tests": ["vllm", "bitsandbytes"]}
-NEEDED |= {f"your model, {name}": ["vllm"] for name in ("vllm_routing", "vs_trl on vLLM", "sweep on vLLM")}
-ONLY_ON_A_GPU = {"gpu", "memory_gib", "used_gib", "logp_difference", "train_ratio_8_vs_1"}
-ONLY_ON_A_GPU |= {"share_of_peak.solve", "share_of_peak.update"}
+NEEDED = {"7B in 4 bits": ["bitsandbytes"], "tests": ["bitsandbytes"]}
+NEEDED |= {name: ["vllm"] for name in ("tests on vLLM", "publishing", "7B long", "mixed rows", "sweep on vLLM")}
+NEEDED["your model, mixed rows"] = ["vllm"]
+ONLY_WITH_VLLM = {"logp_difference", "publish_ratio_vs_trl"}
+ONLY_ON_A_GPU = {"gpu", "memory_gib", "used_gib", "share_of_peak"}
+ONLY_ON_A_GPU |= {f"share_of_peak.{phase}" for phase in ("generate", "solve", "update")}
 GPU_PARTS = (*gpu.PARTS, *gpu.parts_on(str(tiny_base_path())))
+
+
+def group_parts() -> dict[str, list[gpu.Part]]:
+    """The parts by what can be run alone: of a step at 7B shape TRL's side needs the rows that ours leaves."""
+    groups: dict[str, list[gpu.Part]] = {}
+    for part in GPU_PARTS:
+        groups.setdefault(part.name.removesuffix(", ours").removesuffix(", TRL"), []).append(part)
+    return groups
+
+
+# Each script is walked once in each way that it has; these are other sizes or models of the same walk.
+ALIKE = {"7B short", "7B all", "memory at 7B", "sweep", "your model"}
+ALIKE |= {f"your model, {name}" for name in ("vs_trl", "vs_trl on vLLM", "sweep", "sweep on vLLM")}
 
 
 def test_every_benchmark_finds_what_it_measures():
@@ -46,25 +62,54 @@ def test_every_benchmark_finds_what_it_measures():
         importlib.import_module(name)
 
 
+def kept(part: str, status: str = "done", dry: bool = False, card: str = "H200", figures: dict | None = None) -> dict:
+    """A line of `parts.jsonl`."""
+    found = {"a": 1} if figures is None else figures
+    return {"part": part, "date": "", "card": card, "dry": dry, "status": status, "seconds": 1.0, "figures": found}
+
+
+def read_parts(directory: Path) -> list[dict]:
+    return [json.loads(line) for line in (directory / "parts.jsonl").read_text().splitlines()]
+
+
 class TestGpu:
     """The one command for a GPU."""
 
-    def test_all_parts_are_there_and_take_forty_minutes_at_most(self):
-        assert sum(part.minutes for part in gpu.PARTS) <= 40
+    def test_every_part_takes_five_minutes_at_most_and_its_files_are_there(self):
         for part in GPU_PARTS:
+            assert 0 < part.minutes <= gpu.LIMIT == 5
             for command in (part.command, part.small):
                 script, *options = command.split()
-                files = [f"benchmarks/{script}", *(option for option in options if option.endswith(".yaml"))]
+                files = [f"benchmarks/{script}", *(word for word in options if word.endswith((".yaml", ".py")))]
                 assert [file for file in files if not (gpu.ROOT / file).exists()] == []
 
     def test_what_has_no_value_is_not_measured(self):
-        rows = gpu.table({}).splitlines()[2:]
+        rows = gpu.table([]).splitlines()[2:]
         assert len(rows) == sum(1 + len(part.figures) for part in gpu.PARTS)
         assert all("not measured" in row for row in rows)
         figures = {"used_gib": 60.25, "predicted_gib": 57.5, "seconds": {"total": 90.0}}
-        table = gpu.table({"7B": {"status": "done", "seconds": 1.0, "dry": False, "figures": figures}})
+        table = gpu.table([kept("0.5B", figures=figures)])
         assert "| | GiB in use at the peak | 60.2 | 57.5 |" in table
         assert "| | update | not measured | not measured |" in table
+
+    def test_the_table_has_the_newest_that_was_measured(self):
+        lines = [kept("environment", figures={"gpu": each}) for each in ("A", "B")]
+        lines += [kept("environment", status="failed: broken", figures={}), kept("environment", dry=True)]
+        assert "| | GPU | B |" in gpu.table(lines)
+        assert "failed: broken" in gpu.table(lines[2:3])
+
+    def test_parts_without_figures_of_this_card_come_next(self):
+        lines = [kept("tests"), kept("0.5B", card="another"), kept("publishing", status="failed: broken")]
+        lines += [kept("environment", dry=True)]
+        names = [part.name for part in gpu.PARTS]
+        left = [part.name for part in gpu.choose(None, gpu.PARTS, lines, "H200", dry=False)]
+        assert left == [name for name in names if name != "tests"]
+        left = [part.name for part in gpu.choose(None, gpu.PARTS, lines, "CPU", dry=True)]
+        assert left == [name for name in names if name != "environment"]
+        named = gpu.choose(["0.5B", "tests"], gpu.PARTS, lines, "H200", dry=False)
+        assert [part.name for part in named] == ["0.5B", "tests"]
+        with pytest.raises(ValueError, match="There is no part 'test'; there are 'environment', 'tests', "):
+            gpu.choose(["test"], gpu.PARTS, lines, "H200", dry=False)
 
     def test_a_share_of_the_peak_is_the_assumed_one_where_the_seconds_are(self):
         predicted = {"propose and solve": 30.0, "log-probs and update": 20.0}
@@ -80,42 +125,98 @@ class TestGpu:
         assert gpu.figures_in("nothing {here}\n") == {}
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("part", GPU_PARTS, ids=lambda part: part.name)
-    def test_a_dry_run_comes_to_every_figure_that_needs_no_gpu(self, part, tmp_path, monkeypatch):
-        for name, value in without_extras(but=NEEDED.get(part.name, ())).items():
+    @pytest.mark.parametrize("group", sorted(group_parts().keys() - ALIKE))
+    def test_a_dry_run_comes_to_every_figure_that_needs_no_gpu(self, group, tmp_path, monkeypatch):
+        parts, needed = group_parts()[group], NEEDED.get(group, ())
+        for name, value in without_extras(but=needed).items():
             monkeypatch.setenv(name, value)
-        own = ["--model", str(tiny_base_path())] if part not in gpu.PARTS else []
-        monkeypatch.setattr(sys, "argv", ["", "--dry-run", "--only", part.name, "--output", str(tmp_path), *own])
+        names = [part.name for part in parts]
+        own = ["--model", str(tiny_base_path())] if parts[0] not in gpu.PARTS else []
+        monkeypatch.setattr(sys, "argv", ["", "--dry-run", "--parts", *names, "--output", str(tmp_path), *own])
         with pytest.raises(SystemExit) as ended:
             gpu.main()
-        result = json.loads((tmp_path / "results.json").read_text())[part.name]
-        assert (ended.value.code, result["status"]) == (0, "done")
-        missing = {place for place in part.figures.values() if gpu.value_at(result["figures"], place) is None}
-        assert missing == ONLY_ON_A_GPU.intersection(part.figures.values())
+        lines = read_parts(tmp_path)
+        assert [(line["part"], line["status"]) for line in lines] == [(name, "done") for name in names]
+        assert not ended.value.code
+        cannot = ONLY_ON_A_GPU if "vllm" in needed else ONLY_ON_A_GPU | ONLY_WITH_VLLM
+        for part, line in zip(parts, lines, strict=True):
+            missing = {place for place in part.figures.values() if gpu.value_at(line["figures"], place) is None}
+            assert missing == cannot.intersection(part.figures.values())
 
-    def test_a_part_that_fails_or_overruns_is_named_and_stops_no_other(self, tmp_path, monkeypatch, capsys):
-        fails, overruns = "gpu.py --no-such-option", "gpu.py --environment"
-        # A fifth of a second: Python has hardly begun to import torch.
-        parts = [gpu.Part("fails", 1, fails, fails, {"a": "a"}, {}), gpu.Part("overruns", 0.001, "", overruns, {}, {})]
-        monkeypatch.setattr(gpu, "PARTS", [*parts, gpu.PARTS[0]])
+    def test_a_part_that_fails_is_named_and_stops_no_other(self, tmp_path, monkeypatch, capsys):
+        fails = "gpu.py --no-such-option"
+        monkeypatch.setattr(gpu, "PARTS", [gpu.Part("fails", 1, fails, fails, {"a": "a"}, {}), gpu.PARTS[0]])
         monkeypatch.setattr(sys, "argv", ["", "--dry-run", "--output", str(tmp_path)])
         with pytest.raises(SystemExit) as ended:
             gpu.main()
         assert ended.value.code == 1
-        results = json.loads((tmp_path / "results.json").read_text())
-        assert "unrecognized arguments: --no-such-option" in results["fails"]["status"]
-        assert results["overruns"]["status"] == "stopped after 0.003 minutes"
-        assert results["environment"]["status"] == "done"
-        assert results["environment"]["figures"]["sandbox"] in "ABC"
+        failed, environment = read_parts(tmp_path)
+        assert "unrecognized arguments: --no-such-option" in failed["status"]
+        assert (environment["status"], environment["card"]) == ("done", "CPU")
+        assert environment["figures"]["sandbox"] in "ABC"
         table = (tmp_path / "table.md").read_text()
         assert "| **environment** | done, a dry run |" in table
         assert "| | sandbox level | not measured |  |" in table, "a dry run measures nothing"
-        assert capsys.readouterr().out.count(" ... ") == 3, "a line per part"
+        said = capsys.readouterr().out
+        assert "[1/2] fails, about 1 minutes ... failed" in said, "the estimate comes first"
 
-        monkeypatch.setattr(sys, "argv", ["", "--only", "fails", "--output", str(tmp_path)])
         with pytest.raises(SystemExit):
             gpu.main()
-        assert json.loads((tmp_path / "results.json").read_text())["environment"] == results["environment"]
+        again = read_parts(tmp_path)
+        assert again[:2] == [failed, environment], "lines are kept"
+        assert [line["part"] for line in again[2:]] == ["fails"], "what is done is not done again"
+
+    def test_as_many_parts_run_as_fit_into_the_minutes(self, tmp_path, monkeypatch, capsys):
+        monkeypatch.setattr(gpu, "PARTS", [gpu.Part("too long", 5, "", "no.py", {}, {}), gpu.PARTS[0]])
+        monkeypatch.setattr(sys, "argv", ["", "--dry-run", "--minutes", "3", "--output", str(tmp_path)])
+        with pytest.raises(SystemExit) as ended:
+            gpu.main()
+        assert not ended.value.code
+        assert [line["part"] for line in read_parts(tmp_path)] == ["environment"]
+        assert "too long, about 5 minutes ... does not fit into the 3.0 that are left" in capsys.readouterr().out
+
+    def test_a_part_is_stopped_at_its_limit(self, tmp_path):
+        # A fifth of a second: Python has hardly begun to import torch.
+        line = gpu.run(gpu.Part("long", 1, "", "gpu.py --environment", {}, {}), tmp_path, True, 0.003)
+        assert (line["status"], line["figures"]) == ("stopped after 0.003 minutes", {})
+
+
+class TestStepAt7b:
+    @pytest.mark.slow
+    def test_a_dry_run_compares_both_sides_and_says_that_vllm_is_missing(self):
+        done = subprocess.run(
+            [sys.executable, step_at_7b.__file__, "--dry-run", "--mix", "all", "--steps", "1"],
+            env=without_extras() | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert "vLLM is not installed: both sides generate with transformers" in done.stdout
+        figures = gpu.figures_in(done.stdout)
+        assert figures["live_rows"] == 1
+        assert {"step_ratio_vs_trl", "update_ratio_vs_trl", "generate_ratio_vs_trl"} <= figures.keys()
+        assert (figures["side"], figures["ours"]["side"]) == ("trl", "ours")
+        assert figures["rows"] == figures["ours"]["rows"] == 12
+
+    def test_a_prompt_gets_its_length(self):
+        assert step_at_7b.fit([1, 2, 3], 7) == [3, 1, 2, 3, 1, 2, 3]
+        assert step_at_7b.fit([1, 2, 3], 2) == [2, 3]
+
+    def test_half_of_the_groups_have_unequal_rewards(self):
+        worth = step_at_7b.half([[row] for row in range(32)])
+        live = [len(set(worth[start : start + 8])) > 1 for start in range(0, 32, 8)]
+        assert live == [False, True, False, True]
+
+    def test_the_least_seconds_are_those_of_the_rows_that_run(self):
+        """Two rows of one prompt, of 1 and 3 tokens: it is read once, and the last two tokens are one row's."""
+        shape, card = step_at_7b.SEVEN, gpu_population.GPUS["H200"]
+        rows = [step_at_7b.make_row([5] * 100, [7] * length, None) for length in (1, 3)]
+        reading = 2 * shape.parameters * 100 / card.flops
+        weights = 2 * shape.parameters / card.bandwidth
+        found = step_at_7b.least_seconds(shape, card, rows)
+        assert found == pytest.approx(reading + 3 * weights, rel=0.01)
+        assert found > reading + 3 * weights, "the cache is read, too"
 
 
 class TestScaling:

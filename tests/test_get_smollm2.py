@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 import re
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -98,19 +97,6 @@ def test_a_real_model_is_tried_and_trains_for_two_steps(of_wheel, tmp_path, caps
     assert all(map(math.isfinite, losses))
     members = {path.name for path in (tmp_path / "members").iterdir()}
     assert members == {"teacher_0", "teacher_1", "student_0", "student_1"}
-
-
-@needs_wheel
-@pytest.mark.slow
-def test_two_of_its_layers_step_beside_stock_trl(of_wheel):
-    command = [sys.executable, "benchmarks/vs_trl.py", "--only", "step", "--model", str(of_wheel), "--layers", "2"]
-    command += ["--pairs", "2", "--small", "--rounds", "1", "--steps", "1", "--dtype", "float32"]
-    done = subprocess.run(command, cwd=RECIPES.parent, capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "transformers, rank 16, 24 rows a step" in done.stdout
-    assert "4 adapters" in done.stdout
-    figures = json.loads(done.stdout.splitlines()[-1])
-    assert figures.keys() == {"peak_memory_ratio", "step_ratio_vs_trl", "update_ratio_vs_trl", "live_rows"}
 
 
 @needs_wheel

@@ -63,23 +63,30 @@ def test_help_lists_every_command(capsys):
 
 
 def test_every_command_helps_without_the_extras():
-    """What the extras bring cannot be imported."""
+    """What the extras bring cannot be imported, nor what training alone needs until `train` has refused a config."""
     program = """
 import contextlib, io, json, sys
 for name in ("vllm", "matplotlib", "rich", "deepspeed"):
     sys.modules[name] = None
 from trl_populora.cli import COMMANDS, main
+sys.modules["trl.trainer.grpo_trainer"] = None
+try:
+    main(["train", "--config", "recipes/tiny/quickstart.yaml", "--teachers", "0"])
+except SystemExit as error:
+    refusal = str(error)
+del sys.modules["trl.trainer.grpo_trainer"]
 said = {}
 for command in COMMANDS:
     with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
         main([command, "--help"])
     said[command] = printed.getvalue()
-print(json.dumps(said))
+print(json.dumps([refusal, said]))
 """
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env=without_extras(), capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=without_extras(), cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    said = json.loads(done.stdout)
+    refusal, said = json.loads(done.stdout)
+    assert "`teacher_baseline=group` needs teachers" in refusal
     assert said.keys() == set(cli.COMMANDS)
     assert all(text.startswith("usage: populora") for text in said.values()), said
 

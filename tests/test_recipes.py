@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from datasets import load_dataset
 from peft import LoraConfig
 from transformers import (
@@ -97,7 +98,17 @@ def test_yaml_parses_and_its_batch_fits(name, tmp_path):
     assert args.rows_per_step == args.per_device_train_batch_size * args.gradient_accumulation_steps
     assert model.model_name_or_path
     if args.use_vllm:
-        assert args.micro_batches(HARDWARE[name][1]) > 0
+        assert args.micro_batches(HARDWARE.get(name, ("", 1))[1]) > 0
+
+
+def test_the_recipe_for_one_gpu_differs_from_its_cpu_twin_in_hardware_alone():
+    cpu, gpu = (
+        yaml.safe_load(CONFIGS[f"SmolLM2-135M-Instruct/config_2t2s{name}.yaml"].read_text()) for name in ("", "_gpu")
+    )
+    differ = {key for key in cpu.keys() | gpu.keys() if cpu.get(key) != gpu.get(key)}
+    assert differ == {"output_dir", "use_cpu", "generation_tokens", "per_device_train_batch_size"} | {
+        key for key in gpu if "vllm" in key
+    }
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])

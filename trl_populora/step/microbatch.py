@@ -22,8 +22,9 @@ There are two sorts of blank rows. All other rows are *live*.
   rows than on another rank is filled up. A micro-batch of filler rows alone is skipped where the trainer's
   `_compute_loss` can do without it: on a GPU it would take nearly as long as a full one.
 
-With half of the rows skipped, shared prompts and lengths as on a 7B base, the update of eight adapters takes .12 of
-the time of stock TRL's update of one adapter (width 256, on a CPU, `benchmarks/RESULTS.md`).
+With half of the rows skipped and prompts shared, the update of eight adapters takes .19 of the time of stock TRL's
+update of one adapter at the shape of a 7B base with completions of 256 tokens (H200, bf16). With completions of up to
+2048 tokens it takes .12 (width 256, on a CPU). `benchmarks/RESULTS.md` has both.
 
 Shapes: R rows of this rank, B rows of a micro-batch, P prompt tokens (left-padded), C completion tokens
 (right-padded), N rows of the forward, L tokens of its longest row.
