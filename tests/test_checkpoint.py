@@ -53,6 +53,7 @@ class TestExactResume:
                 id="what teachers are paid for",
             ),
             pytest.param({"single_agent": True, "max_steps": 9, "per_device_train_batch_size": 6}, id="single agent"),
+            pytest.param({"pool_every": 7, "evolve_every": 5, "max_steps": 11}, id="students that are pooled"),
         ],
     )
     def test_a_cut_run_equals_a_straight_one(self, base, tmp_path, settings):
@@ -77,7 +78,11 @@ class TestExactResume:
                 7,
                 id="within a generation that trains twice",
             ),
-            pytest.param({"member_prompts": "own", "evolve_every": 0, "max_steps": 8}, 4, id="prompts of their own"),
+            pytest.param(
+                {"member_prompts": "own", "evolve_every": 0, "pool_every": 2, "max_steps": 8},
+                4,
+                id="prompts of their own, pooled",
+            ),
             pytest.param({"students": 1, "evolve_every": 0, "max_steps": 8, "logging_steps": 3}, 5, id="one member"),
             pytest.param({"shuffle_dataset": False, "max_steps": 8}, 5, id="without shuffling"),
         ],
@@ -105,20 +110,22 @@ class TestRowsOfTheReplaced:
 
     ITERATIONS = {"num_iterations": 2, "lr_scheduler_type": "constant"}
 
-    def test_a_run_that_goes_on_with_another_number_of_processes_plays_after_every_event(self, base, tmp_path):
+    @pytest.mark.parametrize("event", [{"evolve_every": 2}, {"evolve_every": 0, "pool_every": 2, "pool": "both"}])
+    def test_a_run_that_goes_on_with_another_number_of_processes_plays_after_every_event(self, base, tmp_path, event):
         class Resave(TrainerCallback):
             def on_save(self, args, state, control, **kwargs):
                 manifest = tmp_path / f"checkpoint-{state.global_step}" / MANIFEST
                 manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"processes": 2}))
 
-        settings = self.ITERATIONS | {"evolve_every": 2, "evolve_burn_in": 0}
+        settings = self.ITERATIONS | {"evolve_burn_in": 0} | event
         trainer = make_trainer(base, str(tmp_path), settings | {"max_steps": 3, "save_steps": 3})
         trainer.add_callback(Resave)
         trainer.train()
         trainer = make_trainer(base, str(tmp_path), settings | {"max_steps": 6, "save_strategy": "no"})
         trainer.train(resume_from_checkpoint=True)
-        assert {event["step"] for event in read_lines(tmp_path / "lineage.jsonl")} == {2, 4}
-        assert steps_played(tmp_path) == [1, 3, 4, 5], "the rows of step 3 are lost, and step 5 has newborns"
+        lineage = tmp_path / "lineage.jsonl"
+        assert {birth["step"] for birth in read_lines(lineage)} == ({2, 4} if event["evolve_every"] else set())
+        assert steps_played(tmp_path) == [1, 3, 4, 5], "the rows of step 3 are lost, and step 5 has other members"
 
     def test_a_member_that_is_replaced_by_hand_plays_before_it_is_trained(self, base, tmp_path):
         class Replace(TrainerCallback):
