@@ -543,9 +543,8 @@ class PopuLoRAConfig(GRPOConfig):
             )
         if not self.halve_every:
             return
-        clashes = {"max_members": self.students, "evolve_every": 0, "pool_every": 0}
-        clashes["member_prompts"] = PROMPT_STREAMS[0]
-        for name, needed in clashes.items():
+        clashes = {"max_members": self.students, "member_prompts": PROMPT_STREAMS[0]}
+        for name, needed in (clashes | {"evolve_every": 0, "pool_every": 0}).items():
             if (value := getattr(self, name)) != needed:
                 raise ValueError(
                     f"`{name}={value!r}` clashes with `halve_every={self.halve_every}`: halving alone decides who "

@@ -364,7 +364,7 @@ class PopuLoRATrainer(HubTrainer):
                 self.args.pooled_roles,
                 self.population,
                 read=self._read_member,
-                write=self._write_member,
+                write=lambda name, factors: self._write_adapter(self.population.adapter(name), factors),
                 log=self._log_values,
             )
             self.add_callback(pooling)
@@ -1044,11 +1044,6 @@ class PopuLoRATrainer(HubTrainer):
 
     def _read_member(self, name: str) -> dict[str, torch.Tensor]:
         return lora_members.read_member(self.model_wrapped, self.population.adapter(name))
-
-    def _write_member(self, name: str, factors: Mapping[str, torch.Tensor]) -> None:
-        """Overwrites a member's weights alone. Rows that still wait for an update are dropped. Collective."""
-        self._write_adapter(self.population.adapter(name), factors)
-        self._buffered_inputs = None
 
     def add_member(self, name: str, *, like: str | None = None, **settings: Any) -> None:
         """
