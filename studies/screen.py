@@ -54,6 +54,14 @@ BLOCK = 10  # steps
 MASTERED, FORGOTTEN, ENOUGH = 0.8, 0.5, 12  # solve rates of a feature in a block of so many attempts
 SLOW = "5.0e-4"
 REPLAYED = {"replay": "0.34", "per_device_train_batch_size": "26"}  # 208 rows for two pairs instead of 144
+# Twice the members, with the pay, rates and replay that won among two pairs.
+FOUR_PAIRS = {
+    "teachers": "4",
+    "students": "4",
+    "teacher_reward": "rarity",
+    "teacher_learning_rate": SLOW,
+    **REPLAYED,
+}
 CANDIDATES: dict[str, dict[str, str]] = {
     "paper": {},
     "learnability": {"teacher_reward": "learnability"},
@@ -67,16 +75,17 @@ CANDIDATES: dict[str, dict[str, str]] = {
     "rarity_unevolved": {"teacher_reward": "rarity", "evolve_every": "0"},
     "learnability_slow": {"teacher_reward": "learnability", "teacher_learning_rate": SLOW},
     "single_agent": {"single_agent": "true", "evolve_every": "0"},
-    # The race: twice the members with what won, against one adapter with the rows of a pair, and with those of four.
-    "race_4t4s": {
-        "teachers": "4",
-        "students": "4",
-        "teacher_reward": "rarity",
-        "teacher_learning_rate": SLOW,
-        **REPLAYED,
-    },
+    # The race: four pairs, against one adapter with the rows of a pair, and with those of four.
+    "race_4t4s": FOUR_PAIRS,
     "single_agent_replay": {"single_agent": "true", "evolve_every": "0", **REPLAYED},
     "single_agent_all_rows": {"single_agent": "true", "evolve_every": "0", "proposals_per_teacher": "32", **REPLAYED},
+    # Four pairs whose students are pooled every so many steps, at the rate of the others and at twice that.
+    "separate": {**FOUR_PAIRS, "evolve_every": "0"},
+    **{f"pooled_{k}": {**FOUR_PAIRS, "evolve_every": "0", "pool_every": k} for k in ("5", "1", "20")},
+    **{
+        f"pooled_{k}_fast": {**FOUR_PAIRS, "evolve_every": "0", "pool_every": k, "learning_rate": "4.0e-3"}
+        for k in ("5", "1", "20")
+    },
 }
 COLUMNS: dict[str, Callable[[Mapping[str, Any]], float]] = {
     "held out, base": lambda run: run["held_out"][-1]["base"],

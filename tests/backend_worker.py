@@ -6,6 +6,7 @@ goes to `OUTPUT/SCENARIO/rank_N.pt`:
 - `replace` overwrites a member after the first step, gives another one the optimizer state of a third, and takes the
   second step with learning rate 0;
 - `evolve` has an evolution event after the second of three steps;
+- `pool` pools the students after the second step, and takes the third one with learning rate 0;
 - `plain` is the same run without the event; for ZeRO-3 the user has everything partitioned;
 - `broken` is a run in whose second step the loss of a member is NaN;
 - `savings` is the first step of each loss, with and without blank rows and shared prompts;
@@ -217,6 +218,43 @@ def evolve(base: str, output: str, every: int = EVENT) -> dict:
     }
 
 
+class Pooling(TrainerCallback):
+    """Notes all members before the event, after it, and after a step with learning rate 0."""
+
+    def __init__(self, trainer: PopuLoRATrainer):
+        self.trainer, self.seen = trainer, {}
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step >= EVENT:
+            self.note("before" if state.global_step == EVENT else "a step later")
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == EVENT:
+            self.note("after")
+            for group in self.trainer.optimizer.param_groups:
+                group["lr"] = 0.0
+
+    def note(self, moment: str) -> None:
+        model, names = self.trainer.model_wrapped, self.trainer.population.names
+        self.seen[moment] = {
+            name: {
+                "read": read_member(model, name),
+                "live": live_member(model, name),
+                "state": optimizer_state(self.trainer, name),
+            }
+            for name in names
+        }
+
+
+def pool(base: str, output: str) -> dict:
+    """A run whose students are pooled."""
+    trainer = make_trainer(base, output, evolve_every=0, pool_every=EVENT, **CLIPPED)
+    pooling = Pooling(trainer)
+    trainer.add_callback(pooling)
+    trainer.train()
+    return identity(trainer) | {"seen": pooling.seen}
+
+
 def plain(base: str, output: str) -> dict:
     """The same without the event."""
     if launched_by_deepspeed():
@@ -422,6 +460,7 @@ def unwritable(base: str, output: str) -> dict:
 SCENARIOS = {
     "replace": replace,
     "evolve": evolve,
+    "pool": pool,
     "plain": plain,
     "broken": broken,
     "savings": savings,

@@ -22,6 +22,7 @@ from tests.launching import BACKENDS, launch, run_script
 from trl_populora.lora.members import save_member
 from trl_populora.population.factors import compare
 from trl_populora.population.operators import average
+from trl_populora.population.pooling import compute_mean
 
 
 MORE = {
@@ -31,7 +32,7 @@ MORE = {
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
-COMMON = ["replace", "evolve", "plain", "broken", "savings", "resume bf16"]
+COMMON = ["replace", "evolve", "pool", "plain", "broken", "savings", "resume bf16"]
 SCENARIOS = {
     "ddp": [*COMMON, "groups", "mends", "resume", "evaluate", "own", "shard"],
     "zero1": ["replace", "broken"],
@@ -408,6 +409,29 @@ def test_the_other_members_are_bit_identical_to_a_run_without_the_event(runs):
         for step, plain in zip(with_event["steps"], without["steps"], strict=True):
             for name in others:
                 assert all(equal(mine, theirs) for mine, theirs in zip(step[name], plain[name], strict=True))
+
+
+def test_pooled_members_are_their_mean_on_all_ranks_live_and_in_the_master_copy(runs):
+    for rank in runs["pool"]:
+        before = rank["seen"]["before"]
+        students = [name for name in before if name.startswith("student")]
+        mean = compute_mean([before[name]["read"] for name in students])
+        assert not any(equal(before[name]["read"], mean) for name in students)
+        for name in before:
+            wanted = mean if name in students else before[name]["read"]
+            assert equal(wanted, runs["pool"][0]["seen"]["after"][name]["read"])
+            for moment in ("after", "a step later"):
+                for copy in ("read", "live"):
+                    assert equal(rank["seen"][moment][name][copy], wanted), f"{name} {copy} {moment}"
+
+
+def test_pooled_members_keep_their_optimizer_state(runs):
+    for rank in runs["pool"]:
+        before, after = rank["seen"]["before"], rank["seen"]["after"]
+        for name, member in before.items():
+            assert any(value.any() for value in member["state"]), name
+            kept = zip(member["state"], after[name]["state"], strict=True)
+            assert all(torch.equal(old, new) for old, new in kept), name
 
 
 @only("ddp")

@@ -53,6 +53,7 @@ class TestExactResume:
                 id="what teachers are paid for",
             ),
             pytest.param({"single_agent": True, "max_steps": 9, "per_device_train_batch_size": 6}, id="single agent"),
+            pytest.param({"pool_every": 7, "evolve_every": 5, "max_steps": 11}, id="students that are pooled"),
         ],
     )
     def test_a_cut_run_equals_a_straight_one(self, base, tmp_path, settings):
@@ -77,7 +78,11 @@ class TestExactResume:
                 7,
                 id="within a generation that trains twice",
             ),
-            pytest.param({"member_prompts": "own", "evolve_every": 0, "max_steps": 8}, 4, id="prompts of their own"),
+            pytest.param(
+                {"member_prompts": "own", "evolve_every": 0, "pool_every": 2, "max_steps": 8},
+                4,
+                id="prompts of their own, pooled",
+            ),
             pytest.param({"students": 1, "evolve_every": 0, "max_steps": 8, "logging_steps": 3}, 5, id="one member"),
             pytest.param({"shuffle_dataset": False, "max_steps": 8}, 5, id="without shuffling"),
         ],

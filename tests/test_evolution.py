@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections import Counter
@@ -33,6 +32,7 @@ from trl_populora.population.factors import compare
 from trl_populora.population.members import PRIOR_MU, PRIOR_SIGMA, Population
 from trl_populora.population.operators import CROSSOVERS, MUTATIONS
 from trl_populora.population.ratings import BETA, Matchmaker
+from trl_populora.run.read import read_lines
 from trl_populora.trainer import PopuLoRATrainer
 
 
@@ -349,7 +349,7 @@ def run(make_trainer):
 
 
 def lineage(trainer) -> list[dict]:
-    return [json.loads(line) for line in trainer.evolution.lineage.read_text().splitlines()]
+    return read_lines(f"{trainer.args.output_dir}/lineage.jsonl")
 
 
 class TestCallback:
@@ -388,7 +388,7 @@ class TestCallback:
     def test_the_same_seed_gives_the_same_lineage(self, run, make_trainer):
         again = make_trainer()
         again.train()
-        assert again.evolution.lineage.read_bytes() == run[0].evolution.lineage.read_bytes()
+        assert lineage(again) == lineage(run[0])
 
     @pytest.mark.parametrize("moment", ["on_step_end", "on_log"])
     def test_a_run_that_stops_at_an_event_ends_with_trained_members(self, make_trainer, moment):

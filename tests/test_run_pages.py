@@ -37,9 +37,9 @@ class Measured(Letters):
 
 
 KINDS = {"task_kinds": ["tests.test_run_pages:Measured", "code_o"]}
-CLIPPED, EVOLVED, VLLM = (
+CLIPPED, EVOLVED, POOLED, VLLM = (
     {row for row in glossary.SOME_SETTINGS if row.startswith(start)}
-    for start in ("clip_ratio/", "evolve/", ("sampling/", "time/"))
+    for start in ("clip_ratio/", "evolve/", "pool/", ("sampling/", "time/"))
 )
 
 
@@ -47,7 +47,7 @@ CLIPPED, EVOLVED, VLLM = (
 def run(base, tmp_path_factory):
     """Two steps with what adds keys and files, evaluations before and after, and one by hand on two tables."""
     path = tmp_path_factory.mktemp("run")
-    settings = {"max_steps": 2, "evolve_every": 1, "beta": 0.04}
+    settings = {"max_steps": 2, "evolve_every": 1, "pool_every": 1, "beta": 0.04}
     trainer = make_trainer(base, str(path), EVALUATED | KINDS | settings)
     trainer.train()
     trainer.save_state()
@@ -65,7 +65,14 @@ class TestMetrics:
         steps = [entry for entry in read_lines(run / METRICS) if "loss" in entry]
         assert len(steps) == 2
         for entry in steps:
-            assert glossary.explained(entry) == {*glossary.STEP, *EVOLVED, *CLIPPED, "kl", "curriculum/{measure}"}
+            assert glossary.explained(entry) == {
+                *glossary.STEP,
+                *EVOLVED,
+                *POOLED,
+                *CLIPPED,
+                "kl",
+                "curriculum/{measure}",
+            }
 
     def test_a_step_with_cispo_has_its_own_clip_ratio(self, base, tmp_path):
         make_trainer(base, str(tmp_path), {"max_steps": 1, "loss_type": "cispo", "save_strategy": "no"}).train()
@@ -73,7 +80,7 @@ class TestMetrics:
         assert glossary.explained(entry) == {*glossary.STEP, *EVOLVED, "cispo_clip_ratio"}
 
     def test_no_other_setting_has_keys_of_its_own(self):
-        tested = {*EVOLVED, *CLIPPED, "kl", "curriculum/{measure}", "cispo_clip_ratio"}
+        tested = {*EVOLVED, *POOLED, *CLIPPED, "kl", "curriculum/{measure}", "cispo_clip_ratio"}
         assert set(glossary.SOME_SETTINGS) == tested | VLLM
 
     def test_every_evaluation_has_the_keys_of_the_page_and_no_other(self, run):

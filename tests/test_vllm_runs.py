@@ -17,6 +17,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from trl_populora.lora.members import read_member, save_member, write_member
 
 from . import mends
+from .populora_run import HELD_OUT
 from .prompt_runs import population_trainer, stock_run, train_and_watch
 from .vllm_models import (
     ENGINE_ENVIRONMENT,
@@ -125,6 +126,21 @@ def test_a_resumed_run_with_a_colocated_engine_equals_a_straight_one(cramped, st
     resumed = cramped("cut", 4, save_strategy="no", resume=True)
     assert resumed["sums"] == straight["sums"]
     assert resumed["logp_differences"] == straight["logp_differences"]
+
+
+def test_pooled_members_sample_from_their_mean_also_where_an_evaluation_has_published_what_they_were(
+    engines_here, tmp_path
+):
+    settings = {"base": make_served_base(tmp_path / "base"), "output_dir": str(tmp_path / "run"), "max_steps": 3}
+    settings |= {"save_strategy": "no", "pool_every": 2, "pool": "both", "lr_scheduler_type": "constant"}
+    settings |= {"eval_strategy": "steps", "eval_steps": 2, "eval_attempts": 1, "sandbox_allow_weak": True}
+    settings["task_kinds"] = ["tests.populora_run:Letters"]
+    tasks = [HELD_OUT[-1] | {"message": message} for message in ("xyz", "uvw")]
+    trainer = make_trainer(settings, tasks, HELD_OUT[1:])
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["pool/student/distance"] is None for entry in logged] == [True, True, False]
+    assert max(entry["sampling/sampling_logp_difference/mean"] for entry in logged) < 1e-3
 
 
 def test_beside_a_quantised_base_vllm_serves_it_unrounded_and_its_samples_are_weighted(engines_here, tmp_path):

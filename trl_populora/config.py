@@ -33,6 +33,8 @@ from trl import GRPOConfig, ModelConfig, get_peft_config
 from trl_populora.files import drop_secrets
 from trl_populora.options import OneOrMore, check_bounds, check_choices, check_numbers, find_function, read_list
 from trl_populora.population.evolution import Breeding, find_learning_roles
+from trl_populora.population.members import ROLES
+from trl_populora.population.pooling import POOLS, find_pooled_roles
 from trl_populora.population.ratings import STRATEGIES
 from trl_populora.sandbox.pool import SandboxSettings
 from trl_populora.step.advantages import BASELINES, COUPLE_MEMBERS, LOSS_NORMALISERS, Scoring
@@ -49,7 +51,7 @@ Settings = TypeVar("Settings")
 BOUNDS = {
     ">= 0": "teachers references_per_proposal shots replay pfsp_kappa teacher_beta beta top_k min_p "
     "teacher_learning_rate learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon epsilon epsilon_high "
-    "vllm_importance_sampling_clip_min logging_steps eval_steps eval_delay save_steps halve_every",
+    "vllm_importance_sampling_clip_min logging_steps eval_steps eval_delay save_steps halve_every pool_every",
     "> 0": "temperature top_p repetition_penalty delta vllm_importance_sampling_clip_max "
     "vllm_importance_sampling_cap vllm_gpu_memory_utilization",
     ">= 1": "students max_members archive_size eval_attempts generation_tokens num_iterations max_completion_length "
@@ -82,7 +84,7 @@ PROMPT_OPTIONS = {"member_prompts": "shared", "max_members": None, "halve_every"
 _SHARED_OPTIONS = {
     *("teachers", "students", "warm_start", "attempts_per_task", "member_prompts", "max_members", "halve_every"),
     *("evolve_every", "evolve_burn_in", "cull_fraction", "crossover_rate", "tournament_size"),
-    *("mutations", "crossovers", "mutation_strength", "hyperparameter_noise"),
+    *("mutations", "crossovers", "mutation_strength", "hyperparameter_noise", "pool_every", "pool"),
     *("generation_tokens", "vllm_engine_kwargs", "vllm_adapter_dir", "save_rollouts"),
 }
 
@@ -201,7 +203,7 @@ class PopuLoRAConfig(GRPOConfig):
             value.
 
         evolve_every: Optimizer steps between two evolution events. `0` switches evolution off. When `None`, 10 in the
-            game (paper, second hand) and 0 in a dataset run.
+            game (paper, second hand), and 0 in a dataset run and where pooling leaves nobody to evolve.
         evolve_burn_in: Matches that a member must have played before it may be replaced.
         cull_fraction: Share of each role that an event may replace, but at least one member; `0` replaces nobody
             (paper, second hand).
@@ -214,6 +216,9 @@ class PopuLoRAConfig(GRPOConfig):
             nearer to the parent.
         hyperparameter_noise: In a dataset run a child's learning rate is its parent's times exp(s * z), where s is
             this number and z is drawn from a normal distribution (population-based training, arXiv 1711.09846).
+        pool_every: Optimizer steps between two poolings, which set the members of a role to the mean of their weights
+            (`docs/how/evolve.md`). `0` switches pooling off.
+        pool: Which roles are pooled, each by itself: `"students"`, `"teachers"` or `"both"`. They do not evolve.
 
         eval_attempts: Attempts of every student at every task of `eval_dataset`, sampled as in training.
             `eval_strategy` and `eval_on_start` say when. Without vLLM a process generates at most
@@ -334,6 +339,8 @@ class PopuLoRAConfig(GRPOConfig):
     crossovers: dict[str, Any] | str | None = None
     mutation_strength: float = Breeding.mutation_strength
     hyperparameter_noise: float = Breeding.hyperparameter_noise
+    pool_every: int = 0
+    pool: str = "students"
 
     # Evaluation
     eval_attempts: int = 4
@@ -519,13 +526,14 @@ class PopuLoRAConfig(GRPOConfig):
                 "cannot be compared, so they have no rating to select by. Set `evolve_every` to 0, or share prompts."
             )
         self._settle_seats()
+        self._check_pooling()
         self._multiply_by_members()
         self._settle_with_trl()
-        for name in ("evolve_every", "halve_every"):
+        for name in ("evolve_every", "halve_every", "pool_every"):
             if getattr(self, name) % self.optimizer_steps_per_generation:
                 raise ValueError(
                     f"`{name}={getattr(self, name)}` must be a multiple of the {self.optimizer_steps_per_generation} "
-                    "optimizer steps of a generation, or rows of a member that is gone would still be trained on."
+                    "optimizer steps of a generation, or members would be trained on rows that others wrote."
                 )
         if self.halve_every and self.gradient_accumulation_steps > self.steps_per_generation:
             raise ValueError(
@@ -544,8 +552,8 @@ class PopuLoRAConfig(GRPOConfig):
             )
         if not self.halve_every:
             return
-        clashes = {"max_members": self.students, "evolve_every": 0, "member_prompts": MEMBER_PROMPTS[0]}
-        for name, needed in clashes.items():
+        clashes = {"max_members": self.students, "member_prompts": MEMBER_PROMPTS[0]}
+        for name, needed in (clashes | {"evolve_every": 0, "pool_every": 0}).items():
             if (value := getattr(self, name)) != needed:
                 raise ValueError(
                     f"`{name}={value!r}` clashes with `halve_every={self.halve_every}`: halving alone decides who "
@@ -671,7 +679,17 @@ class PopuLoRAConfig(GRPOConfig):
     @property
     def breeding(self) -> Breeding:
         """The settings of evolution: when and how members are replaced."""
-        return self.build(Breeding, roles=find_learning_roles(self.learning_rate, self.teacher_learning_rate))
+        return self.build(Breeding, roles=self._evolving_roles)
+
+    @property
+    def pooled_roles(self) -> tuple[str, ...]:
+        """Roles whose members are pooled."""
+        return find_pooled_roles(self.pool) if self.pool_every else ()
+
+    @property
+    def _evolving_roles(self) -> tuple[str, ...]:
+        learning = find_learning_roles(self.learning_rate, self.teacher_learning_rate)
+        return tuple(role for role in learning if role not in self.pooled_roles)
 
     @property
     def rows_per_step(self) -> int:
@@ -699,14 +717,38 @@ class PopuLoRAConfig(GRPOConfig):
 
     def _check_population(self):
         """Refuses numbers of members, proposals, attempts and steps that clash, and teachers' options without any."""
-        if self.evolve_every % self.num_iterations:
-            raise ValueError(
-                f"`evolve_every={self.evolve_every}` must be a multiple of `num_iterations={self.num_iterations}`, "
-                "or a child would be trained on the rows of the member it replaced."
-            )
+        self._check_pooling()
+        for name in ("evolve_every", "pool_every"):
+            if getattr(self, name) % self.num_iterations:
+                raise ValueError(
+                    f"`{name}={getattr(self, name)}` must be a multiple of `num_iterations={self.num_iterations}`, or "
+                    "members would be trained on rows that others wrote."
+                )
         if not self.teachers:
             check_no_teachers(vars(self), self.__dataclass_fields__)
         self._size.check_groups(_count_processes())
+
+    def _check_pooling(self) -> None:
+        """Refuses a role that cannot be pooled, and evolution where pooling leaves nobody to evolve."""
+        if not self.pool_every:
+            return
+        check_choices(self, {"pool": POOLS})
+        counts = {role: getattr(self, f"{role}s") for role in ROLES}
+        learning = find_learning_roles(self.learning_rate, self.teacher_learning_rate)
+        told = f"`pool_every={self.pool_every}` with `pool={self.pool!r}`"
+        for role in self.pooled_roles:
+            if counts[role] < 2 or role not in learning:
+                raise ValueError(
+                    f"{told} needs two or more {role}s that learn, each with an adapter of its own. Let `pool` name "
+                    "another role, or set `pool_every` to 0."
+                )
+        if self.evolve_every and not any(counts[role] > 1 for role in self._evolving_roles):
+            if self._given["evolve_every"] is not None:
+                raise ValueError(
+                    f"{told} and `evolve_every={self.evolve_every}`: members of a pooled role do not evolve, so "
+                    "nobody is left. Set one of the two to 0."
+                )
+            self.evolve_every = 0
 
     def _check_choices(self, scales: Collection[str | bool]):
         """Refuses unknown names, options that couple members, and `beta` with `teacher_beta`."""

@@ -381,7 +381,8 @@ def list_lora_configs(
     Raises:
         `TypeError`: If the list holds something else.
         `ValueError`: If the list has another length than there are members, if it is not for a dataset run, or if its
-            configs differ in more than `r` and `lora_alpha`; also if members differ and evolution would cross them.
+            configs differ in more than `r` and `lora_alpha`; also if members differ and evolution would cross them, or
+            pooling average them.
     """
     adapters = 1 if args.single_agent else args.teachers + args.students
     if not isinstance(given, (list, tuple)):
@@ -400,7 +401,13 @@ def list_lora_configs(
     for name in first:
         if any(each[name] != first[name] for each in rest):
             raise ValueError(f"{told} that differ in `{name}`: members may differ in `r` and `lora_alpha` alone.")
-    if args.evolve_every and args.crossover_rate and len({(each.r, each.lora_alpha) for each in given}) > 1:
+    unequal = len({(each.r, each.lora_alpha) for each in given}) > 1
+    if args.pool_every and unequal:
+        raise ValueError(
+            f"`pool_every={args.pool_every}`: members of unequal rank or alpha have no mean. Set `pool_every` to 0, "
+            "or give all of them one rank and one alpha."
+        )
+    if args.evolve_every and args.crossover_rate and unequal:
         raise ValueError(
             f"`crossover_rate={args.crossover_rate}`: members of unequal rank or alpha cannot be crossed. Set "
             "`crossover_rate` to 0: then children have one parent, and its rank and alpha."

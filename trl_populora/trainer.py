@@ -54,6 +54,7 @@ from trl_populora.lora.layers import BASE, BASE_NAME, Router, add_members
 from trl_populora.population.evolution import EvolutionCallback, rate_newborn
 from trl_populora.population.halving import Halving
 from trl_populora.population.members import PRIOR_MU, PRIOR_SIGMA, Population
+from trl_populora.population.pooling import PoolingCallback
 from trl_populora.population.ratings import rate_by_rewards
 from trl_populora.run import checkpoint, directory, records
 from trl_populora.run.callbacks import PHASES, PROMPT_PHASES, PhaseClock, StopAtSignals, use_step_line
@@ -352,12 +353,22 @@ class PopuLoRATrainer(HubTrainer):
             self.evolution = EvolutionCallback(
                 self.args.breeding,
                 self.population,
-                read=lambda name: lora_members.read_member(self.model_wrapped, self.population.adapter(name)),
+                read=self._read_member,
                 replace=self.replace_member,
                 note=self._note_lineage,
                 log=self._log_values,
             )
             self.add_callback(self.evolution)
+        if self.args.pool_every:
+            pooling = PoolingCallback(
+                self.args.pool_every,
+                self.args.pooled_roles,
+                self.population,
+                read=self._read_member,
+                write=lambda name, factors: self._write_adapter(self.population.adapter(name), factors),
+                log=self._log_values,
+            )
+            self.add_callback(pooling)
         if self.args.halve_every:
             self.halving = Halving(self.args.halve_every, self.args.students, self.population, self._leave)
             self.add_callback(self.halving)
@@ -978,7 +989,7 @@ class PopuLoRATrainer(HubTrainer):
     def _get_grad_norm(self, model, grad_norm=None):
         return float(self._clip_grad_norm(model) if grad_norm is None else grad_norm)
 
-    # Evolution, records, checkpoints
+    # Evolution, pooling, records, checkpoints
 
     def replace_member(
         self,
@@ -1027,12 +1038,19 @@ class PopuLoRATrainer(HubTrainer):
         """Gives an adapter to another individual: its rank, weights and learning rate, and new optimizer state."""
         if settings:
             lora_members.set_rank(self.model_wrapped, adapter, settings)
-        lora_members.write_member(self.model_wrapped, adapter, factors)
+        self._write_adapter(adapter, factors)
         if self.optimizer is not None:
             lora_members.reset_optimizer_state(self.optimizer, self.model_wrapped, adapter)
             if (rate := settings.get("learning_rate")) is not None:
                 lora_members.set_learning_rate(self.optimizer, self.lr_scheduler, adapter, rate)
+
+    def _write_adapter(self, adapter: str, factors: Mapping[str, torch.Tensor]) -> None:
+        """Overwrites the weights of an adapter, also for vLLM. Collective."""
+        lora_members.write_member(self.model_wrapped, adapter, factors)
         self._last_loaded_step = -1  # makes TRL call `sync_weights` before it generates, also within this step
+
+    def _read_member(self, name: str) -> dict[str, torch.Tensor]:
+        return lora_members.read_member(self.model_wrapped, self.population.adapter(name))
 
     def add_member(self, name: str, *, like: str | None = None, **settings: Any) -> None:
         """

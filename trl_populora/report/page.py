@@ -185,6 +185,9 @@ def _write_facts(run: Run) -> str:
     }
     if settings.get("single_agent"):
         facts["single agent"] = "one adapter plays both roles"
+    if settings.get("pool_every"):
+        pooled = {"both": "teachers and students"}.get(settings["pool"], settings["pool"])
+        facts["pooled"] = f"{pooled}, every {settings['pool_every']} steps"
     items = "".join(f"<li>{escape(name)}: <b>{escape(str(value))}</b></li>" for name, value in facts.items())
     return f'<ul class="facts">{items}</ul>'
 
