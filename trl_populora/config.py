@@ -716,7 +716,10 @@ class PopuLoRAConfig(GRPOConfig):
         )
 
     def _check_population(self):
-        """Refuses numbers of members, proposals, attempts and steps that clash, and teachers' options without any."""
+        """
+        Refuses numbers of members, proposals, attempts and steps that do not fit together. In a run without teachers
+        it also refuses options that only teachers use.
+        """
         self._check_pooling()
         for name in ("evolve_every", "pool_every"):
             if getattr(self, name) % self.num_iterations:
@@ -729,7 +732,10 @@ class PopuLoRAConfig(GRPOConfig):
         self._size.check_groups(_count_processes())
 
     def _check_pooling(self) -> None:
-        """Refuses a role that cannot be pooled, and evolution where pooling leaves nobody to evolve."""
+        """
+        Refuses a role that cannot be pooled. Where pooling leaves nobody to evolve, sets `evolve_every` to 0, or refuses
+        the number that was given.
+        """
         if not self.pool_every:
             return
         check_choices(self, {"pool": POOLS})

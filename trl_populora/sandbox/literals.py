@@ -20,7 +20,8 @@ MAX_DEPTH = 64  # brackets inside each other
 MAX_DIGITS = 4300  # decimal digits of an integer: where Python itself stops converting
 MAX_SIGNS = 4  # signs in a row
 
-# The only names, calls and words that are read.
+# A literal may hold only the names in `_NAMES`, and may call only the functions in `_CALLS`. It may call `float` only
+# with a text from `_FLOAT_WORDS`, in upper or lower case.
 _NAMES = {"None": None, "True": True, "False": False, "nan": float("nan"), "inf": float("inf")}
 _CALLS = ("set", "frozenset", "complex", "float")
 _FLOAT_WORDS = ("nan", "inf", "-inf", "+inf", "infinity", "-infinity")

@@ -47,7 +47,7 @@ class Sample:
 
     @property
     def right(self) -> bool:
-        """Whether the referee found it right."""
+        """Whether this is an attempt that the referee found right. It is False for every proposal."""
         return self.grade is not None and self.grade.right
 
 
