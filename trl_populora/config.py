@@ -733,8 +733,8 @@ class PopuLoRAConfig(GRPOConfig):
 
     def _check_pooling(self) -> None:
         """
-        Refuses a role that cannot be pooled. Where pooling leaves nobody to evolve, sets `evolve_every` to 0, or refuses
-        the number that was given.
+        Refuses a role that cannot be pooled. Where pooling leaves nobody to evolve, sets `evolve_every` to 0, or
+        refuses the number that was given.
         """
         if not self.pool_every:
             return
