@@ -27,6 +27,7 @@ a run that is stopped leaves figures; the last is the whole. Without vLLM the dr
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import math
@@ -89,9 +90,9 @@ SEVEN = SHAPES["Qwen/Qwen2.5-Coder-7B"]  # Qwen2.5-7B has the same
 SMALL_CARD = 100 * GIB
 
 
-def half(completion_ids: Sequence[Sequence[int]], **kwargs: Any) -> list[float]:
-    """Rewards that differ in every other group of rows; in the others all are 0."""
-    return [worth * (row // ATTEMPTS % 2) for row, worth in enumerate(by_tokens(completion_ids))]
+def half(completion_ids: Sequence[Sequence[int]], attempts: int = ATTEMPTS, **kwargs: Any) -> list[float]:
+    """Rewards that differ in every other group of `attempts` rows; in the others all are 0."""
+    return [worth * (row // attempts % 2) for row, worth in enumerate(by_tokens(completion_ids))]
 
 
 class Setup:
@@ -182,7 +183,7 @@ def build_ours(setup: Setup, clock: Any, directory: str) -> Ours:
         clock,
         setup.steps,
         directory,
-        by_tokens if mix.all_live else half,
+        by_tokens if mix.all_live else functools.partial(half, attempts=setup.attempts),
         **(setup.settings | game | engines),
     )
     if mix.prompt:

@@ -42,7 +42,12 @@ def test_the_distance_is_that_of_the_products_from_the_means():
     norms = [float((update(member) - update(mean)).norm()) for member in members]
     expected = math.sqrt(fmean(norm**2 for norm in norms)) / float(update(mean).norm())
     assert measure_distance(members, mean) == pytest.approx(expected, rel=1e-5)
-    assert measure_distance([mean], mean) == pytest.approx(0, abs=1e-3)
+    assert measure_distance([mean], mean) == 0
+
+    near = [{key: value + 1e-4 * torch.randn_like(value) for key, value in mean.items()} for _ in range(3)]
+    mean = compute_mean(near)
+    exact = [{key: value.double() for key, value in each.items()} for each in (*near, mean)]
+    assert measure_distance(near, mean) == pytest.approx(measure_distance(exact[:-1], exact[-1]), rel=1e-3)
 
 
 SHAPES = {"A": (4, 30), "B": (20, 4)}
@@ -212,17 +217,18 @@ class TestRefused:
         ("settings", "message"),
         [
             ({"pool": "all"}, "`pool` must be one of students, teachers, both, got 'all'"),
-            ({"single_agent": True}, "needs two or more students that learn, each with an adapter of its own"),
+            ({"single_agent": True}, "two or more students at the start that learn, each with an adapter of its own"),
             ({"students": 1}, "`pool_every=4` with `pool='students'` needs two or more students"),
             ({"pool": "both", "teachers": 1}, "`pool_every=4` with `pool='both'` needs two or more teachers"),
             ({"pool": "teachers", "teachers": 0}, "needs two or more teachers"),
-            ({"pool": "both", "teacher_learning_rate": 0.0}, "needs two or more teachers that learn"),
+            ({"pool": "both", "teacher_learning_rate": 0.0}, "needs two or more teachers at the start that learn"),
             ({"num_iterations": 3, "evolve_every": 0}, "`pool_every=4` must be a multiple of `num_iterations=3`"),
             (
                 {"pool": "both", "evolve_every": 10},
                 r"`pool='both'` and `evolve_every=10`: members of a pooled role do not evolve, so nobody is left.",
             ),
             ({"evolve_every": 5, "teacher_learning_rate": 0.0}, "and `evolve_every=5`: members of a pooled role"),
+            ({"pool_every": 0, "pool": "both"}, "`pool='both'` pools nobody without `pool_every`"),
         ],
     )
     def test_a_game_in_which_it_means_nothing(self, make_args, settings, message):

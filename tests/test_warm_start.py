@@ -91,6 +91,15 @@ def test_a_list_names_one_adapter_for_each_member(tmp_path):
         torch.testing.assert_close(said(model, router, member.index), said_alone(source), rtol=1e-5, atol=1e-5)
 
 
+def test_members_that_are_pooled_begin_with_one_adapter(tmp_path):
+    model, _, population, shape = members()
+    one, other = (adapter(tmp_path / str(seed), seed, target_modules=["q_proj"]) for seed in range(2))
+    with pytest.raises(ValueError, match="gives the students different adapters .*Name one adapter for all of them"):
+        warm_start([one, one, one, other], model, population, shape, pooled_roles=["student"])
+    assert all(adds_nothing(model, name) for name in population.adapters)
+    warm_start([one, other, one, one], model, population, shape, pooled_roles=["student"])
+
+
 def test_an_adapter_may_lie_on_the_hub(hub, tmp_path):
     model, router, population, shape = members()
     source = adapter(tmp_path / "sft", target_modules=["q_proj"])

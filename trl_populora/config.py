@@ -526,7 +526,7 @@ class PopuLoRAConfig(GRPOConfig):
                 "cannot be compared, so they have no rating to select by. Set `evolve_every` to 0, or share prompts."
             )
         self._settle_seats()
-        self._check_pooling()
+        self._settle_pooling()
         self._multiply_by_members()
         self._settle_with_trl()
         for name in ("evolve_every", "halve_every", "pool_every"):
@@ -552,8 +552,9 @@ class PopuLoRAConfig(GRPOConfig):
             )
         if not self.halve_every:
             return
-        clashes = {"max_members": self.students, "member_prompts": MEMBER_PROMPTS[0]}
-        for name, needed in (clashes | {"evolve_every": 0, "pool_every": 0}).items():
+        clashes: dict[str, Any] = {"max_members": self.students, "member_prompts": MEMBER_PROMPTS[0]}
+        clashes |= {"evolve_every": 0, "pool_every": 0}
+        for name, needed in clashes.items():
             if (value := getattr(self, name)) != needed:
                 raise ValueError(
                     f"`{name}={value!r}` clashes with `halve_every={self.halve_every}`: halving alone decides who "
@@ -720,7 +721,7 @@ class PopuLoRAConfig(GRPOConfig):
         Refuses numbers of members, proposals, attempts and steps that do not fit together. In a run without teachers
         it also refuses options that only teachers use.
         """
-        self._check_pooling()
+        self._settle_pooling()
         for name in ("evolve_every", "pool_every"):
             if getattr(self, name) % self.num_iterations:
                 raise ValueError(
@@ -731,22 +732,27 @@ class PopuLoRAConfig(GRPOConfig):
             check_no_teachers(vars(self), self.__dataclass_fields__)
         self._size.check_groups(_count_processes())
 
-    def _check_pooling(self) -> None:
+    def _settle_pooling(self) -> None:
         """
         Refuses a role that cannot be pooled. Where pooling leaves nobody to evolve, sets `evolve_every` to 0, or
         refuses the number that was given.
         """
-        if not self.pool_every:
-            return
         check_choices(self, {"pool": POOLS})
+        if not self.pool_every:
+            if self.pool != POOLS[0]:
+                raise ValueError(
+                    f"`pool={self.pool!r}` pools nobody without `pool_every`. Set that to a number of optimizer "
+                    "steps, or leave `pool` out."
+                )
+            return
         counts = {role: getattr(self, f"{role}s") for role in ROLES}
         learning = find_learning_roles(self.learning_rate, self.teacher_learning_rate)
         told = f"`pool_every={self.pool_every}` with `pool={self.pool!r}`"
         for role in self.pooled_roles:
             if counts[role] < 2 or role not in learning:
                 raise ValueError(
-                    f"{told} needs two or more {role}s that learn, each with an adapter of its own. Let `pool` name "
-                    "another role, or set `pool_every` to 0."
+                    f"{told} needs two or more {role}s at the start that learn, each with an adapter of its own. Let "
+                    "`pool` name another role, or set `pool_every` to 0."
                 )
         if self.evolve_every and not any(counts[role] > 1 for role in self._evolving_roles):
             if self._given["evolve_every"] is not None:

@@ -257,7 +257,8 @@ class PopuLoRATrainer(HubTrainer):
             if parts is None:  # before a warm start: who joins later begins as a run does that has none
                 self._fresh = lora_members.read_member(self.model, self.population.adapters[0])
             if args.warm_start:
-                warm_start(args.warm_start, self.model_wrapped, self.population, self.shape)
+                pooled = args.pooled_roles if args.pool_every else ()
+                warm_start(args.warm_start, self.model_wrapped, self.population, self.shape, pooled)
             if args.use_vllm:
                 self._start_vllm()
                 failed.callback(self.vllm_generation.close)
@@ -365,7 +366,7 @@ class PopuLoRATrainer(HubTrainer):
                 self.args.pooled_roles,
                 self.population,
                 read=self._read_member,
-                write=lambda name, factors: self._write_adapter(self.population.adapter(name), factors),
+                write=self._write_member,
                 log=self._log_values,
             )
             self.add_callback(pooling)
@@ -413,8 +414,8 @@ class PopuLoRATrainer(HubTrainer):
             )
         if self.is_deepspeed_enabled and self.optimizer is not None:
             raise ValueError(
-                f"`trainer.optimizer` is a {type(self.optimizer).__name__}, which transformers would drop under "
-                "DeepSpeed and make one of its own. Leave it at None and choose `optim`, or train under DDP."
+                f"`trainer.optimizer` is set ({type(self.optimizer).__name__}). Under DeepSpeed transformers drops it "
+                "and makes one of its own. Leave it at None and choose `optim`, or train under DDP."
             )
         self._open()
         self._best_step = None
@@ -1049,6 +1050,9 @@ class PopuLoRATrainer(HubTrainer):
         lora_members.write_member(self.model_wrapped, adapter, factors)
         self._last_loaded_step = -1  # makes TRL call `sync_weights` before it generates, also within this step
 
+    def _write_member(self, name: str, factors: Mapping[str, torch.Tensor]) -> None:
+        self._write_adapter(self.population.adapter(name), factors)
+
     def _read_member(self, name: str) -> dict[str, torch.Tensor]:
         return lora_members.read_member(self.model_wrapped, self.population.adapter(name))
 
@@ -1207,7 +1211,7 @@ class PopuLoRATrainer(HubTrainer):
         state = checkpoint.load_game(
             saved, self.population, self.game, self._stateful, self.shape, self.args, device, self._prompts
         )
-        if self.is_deepspeed_enabled:  # it has restored the weights by itself, and knows of no ranks and alphas
+        if self.is_deepspeed_enabled:  # DeepSpeed has restored the weights, and knows of no ranks and alphas
             for member in self.population:
                 lora_members.set_rank(self.model, self.population.adapter(member.name), member.settings)
         self.directory.go_on_from(Path(saved), self.state.global_step)

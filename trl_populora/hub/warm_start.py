@@ -28,7 +28,11 @@ ADAPTER = ("adapter_config.json", "adapter_model.*")
 
 
 def warm_start(
-    source: str | Sequence[str] | Mapping[str, str], model: torch.nn.Module, population: Population, shape: Shape
+    source: str | Sequence[str] | Mapping[str, str],
+    model: torch.nn.Module,
+    population: Population,
+    shape: Shape,
+    pooled_roles: Sequence[str] = (),
 ) -> None:
     """
     Starts the members from a saved population, or from ordinary PEFT adapters. Call it on every rank.
@@ -43,10 +47,12 @@ def warm_start(
         model: The members' model.
         population: The members.
         shape: The shape that a saved population has to fit.
+        pooled_roles: Roles whose members are pooled. A list may name one adapter only for all members of such a role.
 
     Raises:
         `ValueError`: If a source cannot be read, names unknown roles or has a wrong number of adapters; if a saved
-            population has another base or shape, or lacks a role; or if an adapter cannot be written as a member.
+            population has another base or shape, or lacks a role; if an adapter cannot be written as a member; or if
+            members that are pooled begin with different adapters.
     """
     source = _parse_source(source)
     if isinstance(source, str):
@@ -69,6 +75,8 @@ def warm_start(
         )
     else:
         plan = dict(zip(adapters, source, strict=True))
+        for role in pooled_roles:
+            _check_pooled(role, {plan[population.adapter(member.name)] for member in population.role(role)})
     # All sources are found before the first member changes. Each is downloaded once.
     roots = {each: fetch(each, wanted=ADAPTER) for each in dict.fromkeys(plan.values())}
     for name, each in plan.items():
@@ -76,6 +84,15 @@ def warm_start(
     for member in population:
         if (adapter := population.adapter(member.name)) in plan:
             member.parents, member.operator = (plan[adapter],), "warm_start"
+
+
+def _check_pooled(role: str, adapters: set[str]) -> None:
+    """Refuses different adapters for members that are pooled: they do not have one A, so their mean is of no use."""
+    if len(adapters) > 1:
+        raise ValueError(
+            f"`warm_start` gives the {role}s different adapters ({', '.join(sorted(adapters))}), and `pool_every` "
+            "would make their mean, which means nothing. Name one adapter for all of them, or set `pool_every` to 0."
+        )
 
 
 def _parse_source(source: str | Sequence[str] | Mapping[str, str]) -> str | Sequence[str] | Mapping[str, str]:

@@ -256,7 +256,8 @@ def inherit(parent: Member, noise: float, seed: int) -> dict[str, Any]:
 
 def find_learning_roles(rate: float, teachers: float | None) -> tuple[str, ...]:
     """
-    Finds the roles that evolve. A role with learning rate 0 does not, if `teacher_learning_rate` is set.
+    Finds the roles that learn, and so may evolve or be pooled. A role with learning rate 0 does not, if
+    `teacher_learning_rate` is set.
 
     Args:
         rate: The option `learning_rate`.

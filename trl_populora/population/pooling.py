@@ -3,8 +3,8 @@
     factors of a role's members --compute_mean--> one adapter --write--> each of these members
 
 Members learn apart for `pool_every` optimizer steps, and then share what they have learned, as the workers of local
-SGD do (DiLoCo, arXiv 2311.08105). All begin with the same A, so the mean of their factors adds nearly the mean of what
-they add.
+SGD do (DiLoCo, arXiv 2311.08105). They begin with the same A, so the mean of their factors adds nearly the mean of
+what they add.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ def _subtract(one: Factors, other: Factors) -> Factors:
     """Makes factors of twice the rank, whose product is the difference of two updates."""
     found = {}
     for down, up in pair_factors(one):
-        found[down] = torch.cat([one[down], other[down]])
-        found[up] = torch.cat([one[up], -other[up]], dim=1)
+        # BA - B'A' = (B - B')A + B'(A - A'): nearly equal factors are subtracted before anything is multiplied.
+        found[down] = torch.cat([one[down], one[down] - other[down]])
+        found[up] = torch.cat([one[up] - other[up], other[up]], dim=1)
     return found
 
 

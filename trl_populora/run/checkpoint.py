@@ -475,6 +475,8 @@ def load_game(
         place = "cpu" if device.type == "cpu" else device
         try:
             return RankState(**torch.load(path, map_location=place, weights_only=True))
+        except torch.OutOfMemoryError:  # a full card is no damage of the file
+            raise
         except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
             raise ValueError(
                 f"{path} is missing or cannot be read ({error!s:.200}). Resume an earlier checkpoint, or start a new "

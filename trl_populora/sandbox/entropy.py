@@ -135,9 +135,10 @@ _ADDRESS_USES = {*dir(int)} - {*dir(object)} | {
     f"__{name}__" for name in ("lt", "le", "gt", "ge", "str", "repr", "format", "reduce", "reduce_ex")
 }
 _FIRST_ADDRESS = 1 << 40  # far from numbers that programs compare an address with, such as -1 and 0
+_ADDRESS_STEP = 1_000_003  # a prime, so that addresses of two runs differ by more than a power of two
 
 
-def make_builtins(stop: Stop) -> dict[str, Callable]:
+def make_builtins(stop: Stop, limits: Limits) -> dict[str, Callable]:
     """
     Makes guarded versions of `hash` and `id`.
 
@@ -145,8 +146,8 @@ def make_builtins(stop: Stop) -> dict[str, Callable]:
     stops the program. `hash` also stops it at a value whose hash differs from process to process.
     """
     real_hash, real_id = hash, id
-    # Functions in C, such as `operator.index`, read the number inside an integer and ask none of its methods. So `id`
-    # gives numbers in the order in which the program asks: the same in every run.
+    # Functions in C, such as `operator.index`, read the number inside an integer and ask none of its methods, and
+    # forked children may find an object at one address. So `id` gives numbers of its own, others in each run.
     numbers: dict[int, int] = {}
 
     def is_within_hash() -> bool:
@@ -174,9 +175,9 @@ def make_builtins(stop: Stop) -> dict[str, Callable]:
         setattr(GuardedAddress, name, stop_use if name.startswith("__") else property(stop_use))
 
     def guarded_id(value: object, /) -> int:
-        if is_within_hash():
-            return real_id(value)
-        return GuardedAddress(numbers.setdefault(real_id(value), _FIRST_ADDRESS + len(numbers)))
+        step = _ADDRESS_STEP * (1 + limits.run)
+        number = numbers.setdefault(real_id(value), _FIRST_ADDRESS + step * (1 + len(numbers)))
+        return number if is_within_hash() else GuardedAddress(number)
 
     guarded_hash.__name__, guarded_id.__name__ = "hash", "id"
     return {"hash": guarded_hash, "id": guarded_id}

@@ -125,7 +125,7 @@ class Guard:
         io_facade = self.facades["io"] = _make_io_facade()
         io_facade.open = self._forbid("io.open()")
         self.builtins["__import__"] = self._import
-        self.builtins.update(entropy.make_builtins(self._stop_entropy))
+        self.builtins.update(entropy.make_builtins(self._stop_entropy, self.limits))
         self.builtins["getattr"] = entropy.make_getattr(self._stop_entropy)
         for name in ("open", "input", "breakpoint"):
             self.builtins[name] = self._forbid(f"{name}()")
