@@ -311,6 +311,12 @@ def test_bad_lists_are_refused(options, said):
         settle(students=4, **options)
 
 
+def test_a_bad_list_is_told_without_what_the_game_says_of_it():
+    with pytest.raises(ValueError, match=r"lists 3 value\(s\) for 4 member\(s\)") as told:
+        PopuLoRAConfig("run", students=4, learning_rate=[1e-6, 3e-6, 1e-5])
+    assert told.value.__suppress_context__
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

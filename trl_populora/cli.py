@@ -178,8 +178,6 @@ def build_trainer(recipe, args, model, prompts=None):
 
 def run_training(recipe, args, model, prompts=None) -> None:
     """Trains, saves, and shows the population: what `populora train` and `recipes/train_populora.py` do."""
-    from trl_populora.report.page import write_report
-    from trl_populora.report.plots import plot_run
     from trl_populora.report.table import print_population
     from trl_populora.run.directory import find_earlier_run
 
@@ -196,17 +194,29 @@ def run_training(recipe, args, model, prompts=None) -> None:
         if trainer.is_world_process_zero():
             print_population(args.output_dir)
             _say(f"Population saved to {args.output_dir}.")
-            try:
-                _say(f"Its story is in {plot_run(args.output_dir)} and {write_report(args.output_dir)}.")
-            except ModuleNotFoundError as error:
-                if not (way_out := say_how_to_install(error)):
-                    raise
-                _say(f"There is no picture: {way_out}")
+            _tell_story(args)
     if args.use_vllm:
         trainer.vllm_generation.end()
     # A process that ends without leaving its process group may be aborted by the threads for collectives. The launcher
     # then calls a finished run failed (pytorch#190489).
     trainer.accelerator.end_training()
+
+
+def _tell_story(args) -> None:
+    """Draws the picture and writes the report of a run that has ended, or says why there is none."""
+    from trl_populora.report.page import write_report
+    from trl_populora.report.plots import plot_run
+    from trl_populora.run.read import METRICS
+
+    if not Path(args.output_dir, METRICS).exists():
+        _say(f"There is no picture: no step was logged (`logging_steps={args.logging_steps}`).")
+        return
+    try:
+        _say(f"Its story is in {plot_run(args.output_dir)} and {write_report(args.output_dir)}.")
+    except ModuleNotFoundError as error:
+        if not (way_out := say_how_to_install(error)):
+            raise
+        _say(f"There is no picture: {way_out}")
 
 
 def try_model(arguments: Sequence[str]) -> None:

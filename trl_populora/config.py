@@ -369,7 +369,10 @@ class PopuLoRAConfig(GRPOConfig):
                 raise
             lists = any(isinstance(self._given[name], (list, tuple)) for name in MEMBER_OPTIONS)
             if lists or any(self._given[name] != value for name, value in PROMPT_OPTIONS.items()):
-                self.for_prompts()  # raises what is wrong with it
+                try:
+                    self.for_prompts()
+                except ValueError as wrong:
+                    raise wrong from None  # what the game says of it would mislead
             if not self._fits_prompts():
                 raise
             self._no_game = error

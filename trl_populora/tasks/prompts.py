@@ -51,7 +51,8 @@ def has_prompts(table: Any) -> bool:
     if "prompt" in columns and "program" in columns:
         raise ValueError(f"`train_dataset` has the columns `prompt` and `program`: give one of them. {formats}")
     if "prompt" not in columns and "program" not in columns:
-        raise ValueError(f"`train_dataset` has the columns {', '.join(columns)}. {formats}")
+        way_out = "`dataset.rename_column(..., 'prompt')` renames one."
+        raise ValueError(f"`train_dataset` has the columns {', '.join(columns)}. {formats} {way_out}")
     return "prompt" in columns
 
 

@@ -104,7 +104,9 @@ def find_reward_functions(asked: PromptArguments) -> list[str | Callable]:
         `ValueError`: If a name is none of TRL's, and no function of the user's own.
     """
     model = [asked.reward_model_name_or_path] if asked.reward_model_name_or_path else []
-    return [*model, *map(_find_reward, asked.reward_funcs or ())]
+    # YAML gives a text where no list is written.
+    names = [asked.reward_funcs] if isinstance(asked.reward_funcs, str) else asked.reward_funcs or ()
+    return [*model, *map(_find_reward, names)]
 
 
 def _find_reward(name: str) -> Callable:
