@@ -123,7 +123,7 @@ class Run:
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """Seconds of all steps, and of all evaluations. Steps before a resume count."""
+        """Two sums: seconds of all steps, and seconds of all evaluations. A resume resets neither."""
         # A logged `step_time` is the mean over the steps since the log before it (`logging_steps`).
         before = [0, *(entry["step"] for entry in self.history)]
         steps = sum(

@@ -61,7 +61,7 @@ def _read_exactly(fd: int, size: int) -> bytes:
 
 
 def send(fd: int, frame: bytes) -> None:
-    """Sends the answer and ends the process without running anything else."""
+    """Sends the answer to the trainer, and ends the child without running anything else."""
     sent = _write(fd, frame)
     while sent < len(frame):
         sent += _write(fd, memoryview(frame)[sent:])

@@ -147,7 +147,18 @@ def _measure_string(string: re.Match) -> tuple[int, int]:
 
 
 def _check_depth(depth: int, chained: int) -> None:
-    """Refuses `depth - 1` open brackets, or `chained` tokens in a row, if that is over the bounds."""
+    """
+    Refuses a program that could have too deep a tree.
+
+    Args:
+        depth: Number of brackets that are open at once, plus 1.
+        chained: The larger of two numbers. One counts the tokens since the last comma, over the text outside of
+            brackets and all open brackets; outside of brackets, a line end counts as a comma. The other counts the
+            `elif` and `lambda` of the program so far.
+
+    Raises:
+        `ProgramError`: If one of the two is over its bound.
+    """
     if depth > MAX_BRACKET_DEPTH + 1 or chained > MAX_CHAIN:
         raise ProgramError(
             Reject.OVERSIZED,
