@@ -337,8 +337,8 @@ def compute_member_factors(
         members_R: Member index of each row of the generation batch, over all ranks.
         num_tokens_R: Completion tokens of each row that count in the loss.
         loss_type: TRL's `loss_type`.
-        rows: Rows that TRL takes the generation batch to have, where it divides by rows; R when `None`. There are
-            fewer rows if seats are empty, and TRL's divisor stays. Tokens are counted in the rows that exist.
+        rows: The number of rows by which TRL divides; R when `None`. If seats are empty, fewer rows exist, and this
+            number stays that of all seats. Tokens are counted in the rows that exist.
 
     Returns:
         Factors of shape `[R]`, fp32, the same for all rows of a member. Where tokens count, a member without any gets

@@ -145,7 +145,8 @@ class HalvingSampler(Sampler):
 
     Before the first halving all rows are those of [`MemberSampler`] with equal streams. After it a member gets several
     of TRL's batches of prompts at once, and goes on with another pass over the table where one ends. The sampler does
-    not know who has stayed: the place of a row in its generation says whose it is, and the seat of its index does not.
+    not know who has stayed. So the trainer tells a row's member by the row's place in its generation, and not by the
+    seat that the row's index names.
 
     Args:
         stream: TRL's sampler, of all members.
