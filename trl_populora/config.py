@@ -910,10 +910,10 @@ class StepSize:
 
     def check_groups(self, world: int) -> None:
         """
-        Checks that TRL's generation batch holds whole groups.
+        Checks that TRL can cut its generation batch, one row for each proposal, into groups of `attempts_per_task`.
 
         Raises:
-            `ValueError`: If it does not; the message names sizes that work with `world` processes.
+            `ValueError`: If it cannot; the message names settings that work with `world` processes.
         """
         proposals = self.teachers * self.proposals
         if proposals % self.attempts:

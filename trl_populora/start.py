@@ -823,7 +823,7 @@ class GameParts:
         kinds: The kinds of task by name.
         rules: What is paid.
         archive: The tasks to start from.
-        references: Archived tasks that a proposing teacher is shown; `None` where nobody proposes.
+        references: Number of archived tasks that a teacher is shown for a proposal; `None` without teachers.
         held_out: Tasks of `eval_dataset`; `None` without any.
     """
 
@@ -1067,7 +1067,7 @@ def check_prompts(
     Args:
         referee: Has the kinds, and knows how long prompts may be.
         archive: References are drawn from it.
-        references: Archived tasks that a proposing teacher is shown; `None` where nobody proposes.
+        references: Number of archived tasks that a teacher is shown for a proposal; `None` without teachers.
         held_out: Tasks that students may not be shown solved.
         tokenizer: Counts the tokens of an answer.
         limit: Most tokens of a completion.

@@ -1121,8 +1121,10 @@ class PopuLoRATrainer(HubTrainer):
         if self.game is not None or self.halving is not None or sharded:
             why = f"with {sharded}, which steps and shards all adapters together"
             if not sharded:
-                why = "in the game" if self.game is not None else "with `halve_every`, which alone decides who leaves"
-            raise ValueError(f"`{method}` does not work {why}: members join and leave dataset runs.")
+                why = "with `halve_every`, which alone decides who leaves"
+            if self.game is not None:
+                why = "in the game: only a dataset run may gain or lose members while it trains"
+            raise ValueError(f"`{method}` does not work {why}.")
         if not self.is_in_train:
             raise RuntimeError(f"`{method}` changes a run that trains: call it from a callback (`on_step_begin`).")
         if self._step % (self.args.steps_per_generation * self.num_iterations):

@@ -60,7 +60,8 @@ class TryArguments:
         adapter: A LoRA adapter on the base, for example of a cold start. Not with `vllm`.
         task_kinds: Kinds of task to try; by default the three built in.
         prompt_style: Prompt style to try; by default every style that the base may know.
-        samples: Attempts per kind in each form, and proposals per kind in each style; a multiple of 4.
+        samples: Attempts of each kind in each prompt style, with and without solved tasks shown, and its proposals in
+            each style; a multiple of 4.
         max_completion_length: Most tokens of a completion; a longer one is cut.
         inputs_per_function: Inputs that a code_f proposal must give. By default 4, and for the embedded base the 6
             that it was trained on.
@@ -77,7 +78,9 @@ class TryArguments:
         default_factory=lambda: ["code_o", "code_i", "code_f"], metadata={"help": "Kinds of task to try."}
     )
     prompt_style: str | None = field(default=None, metadata={"help": "Try only this prompt style."})
-    samples: int = field(default=8, metadata={"help": "Attempts per kind in each form, and proposals in each style."})
+    samples: int = field(
+        default=8, metadata={"help": "Attempts and proposals of each kind in each prompt style; a multiple of 4."}
+    )
     max_completion_length: int = field(default=160, metadata={"help": "Tokens per completion."})
     inputs_per_function: int | None = field(
         default=None, metadata={"help": "Inputs that a code_f proposal must give; 4, and 6 for 'tiny', when unset."}

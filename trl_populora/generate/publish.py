@@ -87,8 +87,8 @@ class ChangeDetector:
         for parameter in parameters:
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
             flat, size = local.contiguous().view(-1), local.element_size()
-            # Eight bytes at a time are read where the memory allows it: that needs fewer products than one element
-            # at a time.
+            # A tensor whose size and place in memory are multiples of 8 bytes is read as 8-byte integers. With
+            # elements of 2 bytes that needs a quarter of the multiplications.
             aligned = flat.numel() * size % 8 == 0 and flat.storage_offset() * size % 8 == 0
             bits = flat.view(integers[8 if aligned else size])
             sums.append((bits * self._factors(bits.numel(), bits.device)).sum())

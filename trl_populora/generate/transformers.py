@@ -318,7 +318,7 @@ class SpareLayer(DynamicLayer):
         return self.keys, self.values
 
     def _copy(self, given: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Copies some rows into memory with empty places."""
+        """Copies rows of keys or values into new memory, with `spare` empty places behind the tokens of each row."""
         _, heads, length, width = given.shape
         copy = given.new_empty(len(rows), heads, length + self.spare, width)
         torch.index_select(given, 0, rows, out=copy[:, :, :length])
@@ -559,7 +559,8 @@ def generate_with_graph(
     texts = torch.full((len(prompts), width + longest), sampling.pad_token_id, device=ids.device)
     texts[:, :width] = ids[prompts]
     ends = torch.tensor(sampling.eos_token_id, device=ids.device).view(-1)
-    # CUDA records on a stream of its own. On a CPU, as in tests, every token is computed without a graph.
+    # CUDA cannot record a graph on its default stream, so all tokens are computed on another one. A CPU has no
+    # graphs, and computes every token directly.
     stream, graph = None, None
     if ids.device.type == "cuda":
         stream = torch.cuda.Stream(ids.device)

@@ -330,7 +330,8 @@ class PopulationGeneration(VLLMGeneration):
 
         TRL deals the completions out in slices of equal size, so all these ranks must have equally many rows.
         """
-        # All ranks share the servers. The ranks of one tensor-parallel group share an engine.
+        # In server mode all ranks ask the same servers. In colocate mode the ranks of one tensor-parallel group ask
+        # the engine that they share.
         mine: tuple[list[int], Sequence[int | None]] = rows, self.seeds or [None] * len(rows)
         gathered: list[Any] = [mine]
         if self.mode == "server":

@@ -42,8 +42,13 @@ def compute_mean(members: Sequence[Factors]) -> Factors:
 
 def measure_distance(members: Sequence[Factors], mean: Factors) -> float:
     """
-    Measures how far the updates B A of members are from the update of their mean: the root mean square over the
-    members, divided by the norm of the mean's update. NaN if the mean's update is zero.
+    Measures how far members are from their mean.
+
+    The update of an adapter is the product B A. `mean` has the mean of the members' A and the mean of their B.
+
+    Returns:
+        The norm of the difference between a member's update and the mean's, as a root mean square over the members,
+        divided by the norm of the mean's update. NaN if the mean's update is zero.
     """
     norm = float(compute_product_norms(mean).norm())
     squares = [float(compute_product_norms(_subtract(each, mean)).square().sum()) for each in members]

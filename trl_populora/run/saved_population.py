@@ -357,7 +357,7 @@ def check_settings(args: GRPOConfig, root: Path, saved: Mapping[str, Any], same_
     own_ranks = {name for name in ("lora_r", "lora_alpha") if name in ours or name in theirs}
     changed = [name for name in ours if name in theirs and ours[name] != theirs[name]]
     changed += sorted(name for name in own_ranks if (name in ours) != (name in theirs))
-    # Where members differ, the checkpoint has the value of each, which a child may have inherited.
+    # A resume cannot change a setting with one value per member: children have inherited values since the start.
     listed = {name for name in changed if isinstance(ours.get(name), list) or isinstance(theirs.get(name), list)}
     fixed = {*_DECIDED_BY_CHECKPOINT, *(_DECIDED_BY_BUFFER if same_processes else ())} | (listed & set(BY_MEMBER))
     if saved.get("train_prompts"):

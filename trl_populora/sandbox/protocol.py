@@ -16,8 +16,8 @@ import struct
 
 
 # Fixed sizes: the control socket keeps messages apart, so an order and the head of an event need no length.
-ORDER = struct.Struct("<QQdQ")  # kind, job, CPU seconds, address space in bytes
-EVENT = struct.Struct("<BxxxiQddQ")  # kind, wait status, job, CPU seconds, wall seconds, peak resident bytes
+ORDER = struct.Struct("<QQdQ")  # START or PROBE, number of the run, limits: CPU seconds, bytes
+EVENT = struct.Struct("<BxxxiQddQ")  # kind, wait status, number of the run, used: CPU seconds, wall seconds, bytes
 LENGTH = struct.Struct("<I")
 _pack_length = LENGTH.pack
 

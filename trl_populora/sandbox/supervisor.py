@@ -1,4 +1,4 @@
-"""The thread behind a `Sandbox`: hands jobs to zygotes, hears how their processes ended, and resolves the verdicts.
+"""The thread behind a `Sandbox`: hands jobs to zygotes, hears how each zygote's child ended, and resolves verdicts.
 
     submit --inbox--> queue --> running (a zygote's child has it) --judge--> the next run, or the job's verdict
 

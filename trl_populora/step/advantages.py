@@ -199,7 +199,10 @@ def measure_flat_fraction(records: Sequence[Mapping[str, Any]], rewards_R: torch
 
 
 def average_by_role(records: Sequence[Mapping[str, Any]], rewards_R: torch.Tensor) -> dict[str, float]:
-    """Computes the mean reward of each role's rows, of all reward functions together; NaN for a role without rows."""
+    """
+    Computes the mean of `rewards_R`, the weighted sums over all reward functions, of each role's rows; NaN for a role
+    without rows.
+    """
     rewards = rewards_R.tolist()
     means = {}
     for role in ROLES:
