@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import pkgutil
 import re
+import shlex
 import sys
 import types
 from dataclasses import fields
@@ -22,6 +24,7 @@ from trl_populora import cli as program
 from trl_populora.config import MemberConfig, PopuLoRAConfig
 from trl_populora.sandbox import Sandbox
 from trl_populora.tasks import TASK_KINDS
+from trl_populora.tasks.script import PromptArguments
 from trl_populora.trainer import PopuLoRATrainer
 
 
@@ -47,7 +50,8 @@ SIZES = {
     "evolve_every": 10,
     "save_strategy": "steps",
 }
-# The same of a page with a dataset of prompts, whose population has no teachers.
+# The same of pages with a dataset of prompts, whose population has no teachers.
+OF_PROMPTS = ("guides/prompts.md", "guides/sweep.md")
 PROMPT_SIZES = QUIET | {
     "num_generations": 2,
     "per_device_train_batch_size": 2,
@@ -80,7 +84,7 @@ def play(base, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
 
     def run(page: str) -> dict:
-        if page == "guides/prompts.md":
+        if page in OF_PROMPTS:
             of_prompts = lambda directory, **given: PopuLoRAConfig(directory, **(PROMPT_SIZES | given))  # noqa: E731
             monkeypatch.setattr(trl_populora, "PopuLoRAConfig", of_prompts, raising=False)
         text = script(page).replace("Qwen/Qwen2.5-0.5B-Instruct", base).replace("max_steps=200", "max_steps=1")
@@ -181,22 +185,7 @@ def nav_paths(nav: list) -> list[str]:
 
 
 def test_the_first_page_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
-
-
-def results() -> list[str]:
-    """The rows of README's results that link a page of figures."""
-    section = (ROOT / "README.md").read_text().partition("\n## Results\n")[2].partition("\n## ")[0]
-    return re.findall(r"^\| .*\]\(.*$", section, re.MULTILINE)
-
-
-@pytest.mark.parametrize("row", results(), ids=lambda row: row[2:40])
-def test_every_figure_of_the_results_is_on_the_page_that_its_row_links(row):
-    (target,) = re.findall(r"\]\(([^)#]+)", row)
-    page = (ROOT / target).read_text()
-    figures = re.findall(r"(?<!\w)\.\d+", row)
-    assert figures
-    assert [figure for figure in figures if figure not in page] == []
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
 
 
 def test_every_page_is_in_the_navigation_once():
@@ -206,6 +195,7 @@ def test_every_page_is_in_the_navigation_once():
     assert {f"docs/{name}" for name in PAGES} - set(paths) == set()
 
 
+PARSED = (program.TrainArguments, PromptArguments, PopuLoRAConfig, MemberConfig)
 SECTIONS = dict(re.findall(r"^## populora ([\w-]+)\n(.*?)(?=^## |\Z)", PAGES["commands.md"].read_text(), re.M | re.S))
 
 
@@ -236,6 +226,35 @@ def test_every_option_of_a_command_is_explained_and_no_other(command):
     wanted = [field.name for field in fields(OPTIONS[command])] if OPTIONS[command] else []
     wanted += ["config"] if command == "train" else []
     assert sorted(re.findall(r"^\| `--(\w+)` \|", SECTIONS[command], re.MULTILINE)) == sorted(wanted)
+
+
+SHELL = {**PAGES, "README.md": ROOT / "README.md"}
+SHELL |= {str(path.relative_to(ROOT)): path for path in ROOT.glob("recipes/**/README.md")}
+
+
+def commands(page: str) -> list[list[str]]:
+    """The words of every command of a page's shell blocks that the project has; none of them is run."""
+    blocks = re.findall(r"^ *```(?:bash|sh)\n(.*?)^ *```", SHELL[page].read_text(), re.MULTILINE | re.DOTALL)
+    lines = [line.strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    split = [
+        shlex.split(line, comments=True) for line in lines if re.match(r"(?:\w+=\S+ )*(?:populora|python|make) ", line)
+    ]
+    return [list(itertools.dropwhile(lambda word: "=" in word, words)) for words in split]
+
+
+@pytest.mark.parametrize("page", [page for page in SHELL if commands(page)])
+def test_every_command_of_a_shell_block_exists_with_its_options(page):
+    recipe = {"config"} | {field.name for each in PARSED for field in fields(each)}
+    for program_name, first, *rest in commands(page):
+        if program_name == "make":
+            assert f"\n{first}:" in (ROOT / "Makefile").read_text().replace("$(VENV)", ".venv")
+        elif program_name == "populora":
+            assert first in program.COMMANDS
+            known = {field.name for field in fields(OPTIONS[first])} if OPTIONS[first] else set()
+            known |= recipe if first in ("train", "quickstart") else set()
+            assert {word.removeprefix("--").partition("=")[0] for word in rest if word.startswith("--")} <= known
+        elif first.endswith(".py"):
+            assert (ROOT / first).exists()
 
 
 def test_no_page_loads_anything_from_elsewhere():

@@ -13,10 +13,21 @@ from trl import GRPOConfig, ModelConfig
 
 
 PAGE = (Path(__file__).parent.parent / "docs" / "options.md").read_text()
-ROWS = {
-    section.partition("`")[0]: re.findall(r"^\| `(\w+)` \| (.+?) \|", section, re.MULTILINE)
-    for section in PAGE.split("\n## `")[1:]
-}
+NAME = re.compile(r"`(\w+)`")
+
+
+def decide(section: str) -> list[tuple[str, str]]:
+    """Every option of a section, with what becomes of it: from the table, and from the two lists below it."""
+    table, _, lists = section.partition("\n**As in TRL:** ")
+    honoured, _, without = lists.partition("\n**Without meaning:**\n")
+    rows = re.findall(r"^\| (`.+?`) \| (.+?) \|", table, re.MULTILINE)
+    decided = [(name, decision) for names, decision in rows for name in NAME.findall(names)]
+    reasons = re.findall(r"^\* (.+?): ", without, re.MULTILINE | re.DOTALL)  # names, before what nobody asks for
+    decided += [(name, "without meaning") for names in reasons for name in NAME.findall(names)]
+    return decided + [(name, "honoured") for name in NAME.findall(honoured)]
+
+
+ROWS = {section.partition("`")[0]: decide(section) for section in PAGE.split("\n## `")[1:]}
 
 
 @pytest.mark.parametrize(("section", "config"), [("GRPOConfig", GRPOConfig), ("ModelConfig", ModelConfig)])

@@ -576,8 +576,7 @@ class TestReadme:
         """Nothing in it may need a GPU; its adapters are what its last comment says."""
         readme = Path(__file__).parent.parent / "README.md"
         section = readme.read_text().partition("## In your own script\n")[2].partition("\n## ")[0]
-        # The second script, for a dataset of prompts, is a test of its own (`test_dataset_runs.py`).
-        script, _ = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+        _, script = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
         small = "teachers=1, students=1, proposals_per_teacher=2, attempts_per_task=2, per_device_train_batch_size=6"
         small += ", max_steps=1, max_completion_length=8, prompt_style='compact', sandbox_workers=1"
         for text, replacement in {
@@ -593,6 +592,24 @@ class TestReadme:
             AutoModelForCausalLM.from_pretrained(random_base), tmp_path / "runs/mine/members/student_0"
         )
         assert same(get_peft_model_state_dict(stock), read_member(names["trainer"].model, "student_0"))
+
+    def test_the_swapped_class_runs_as_it_stands_but_for_sizes(self, random_base, tmp_path, monkeypatch):
+        readme = Path(__file__).parent.parent / "README.md"
+        section = readme.read_text().partition("## In your own script\n")[2]
+        script, _ = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+        small = "use_cpu=True, bf16=False, report_to=[], max_steps=1, num_generations=2, per_device_train_batch_size=2"
+        for text, replacement in {
+            '"Qwen/Qwen2.5-0.5B-Instruct"': repr(random_base),
+            'GRPOConfig("runs/colors")': f'GRPOConfig("runs/colors", {small}, max_completion_length=8)',
+        }.items():
+            assert script.count(text) == 1, text
+            script = script.replace(text, replacement)
+        monkeypatch.chdir(tmp_path)
+        names: dict = {}
+        exec(script, names)
+        assert names["has_color"](["It is blue.", "green"], color=["blue", "yellow"]) == [1.0, 0.0]
+        for place in range(4):
+            assert (tmp_path / f"runs/colors/members/student_{place}/adapter_model.safetensors").exists()
 
 
 class TestRefusals:
