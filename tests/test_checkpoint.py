@@ -144,7 +144,9 @@ def steps_played(run: Path) -> list[int]:
 
 
 class TestKill:
-    @pytest.mark.parametrize("sort", [{}, ON_PROMPTS], ids=["game", "prompts"])
+    @pytest.mark.parametrize(
+        "sort", [pytest.param({}, id="game"), pytest.param(ON_PROMPTS, id="prompts", marks=pytest.mark.slow)]
+    )
     def test_killed_at_random_moments(self, base, tmp_path, monkeypatch, sort):
         """Saves take a good part of the time here, so that kills fall into them."""
         for name, value in without_extras().items():

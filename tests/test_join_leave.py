@@ -488,13 +488,14 @@ def test_halving_and_changes_do_not_mix(random_base, tmp_path):
 
 
 @pytest.mark.multiprocess
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("which", "config"),
     [
         ("change", "cpu_ddp.yaml"),
         ("halve", "cpu_ddp.yaml"),
-        pytest.param("groups across ranks", "cpu_ddp.yaml", marks=pytest.mark.slow),
-        pytest.param("groups across ranks", "cpu_zero2.yaml", marks=pytest.mark.slow),
+        ("groups across ranks", "cpu_ddp.yaml"),
+        ("groups across ranks", "cpu_zero2.yaml"),
     ],
 )
 def test_two_processes_train_as_one(random_base, tmp_path, which, config):

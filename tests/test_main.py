@@ -317,20 +317,14 @@ def test_a_refusal_is_all_that_a_training_command_says(tmp_path):
     assert done.stderr == "populora quickstart: `students` must be at least 1, got 0.\n"
 
 
-def test_wandb_without_a_key_is_told_before_anything_is_loaded(tmp_path):
-    command = [sys.executable, "-m", "trl_populora", "quickstart", "--report_to", "wandb"]
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    environ |= {"HOME": str(tmp_path), "NETRC": str(tmp_path / "none")}
-    done = subprocess.run(
-        [*command, "--output_dir", str(tmp_path / "run")],
-        env=environ,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("populora quickstart: `report_to` names wandb, which has no key")
+def test_wandb_without_a_key_is_told_before_anything_is_loaded(tmp_path, monkeypatch):
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    with pytest.raises(SystemExit, match="^populora quickstart: `report_to` names wandb, which has no key"):
+        cli.main(["quickstart", "--report_to", "wandb", "--output_dir", str(tmp_path / "run")])
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_recipe_that_is_not_there_is_named():
