@@ -24,6 +24,8 @@ def test_a_reward_function_for_other_columns_is_refused_by_name():
         TypeError, match=r"`right` asks for `answer`, `solution`, which nothing gives\. .*prompts, .* pay, program\.$"
     ):
         check_arguments(right, Row.COLUMNS)
+    with pytest.raises(TypeError, match=r"`right` asks for `answer`, .*\. Did you mean `answers`\? It may ask for "):
+        check_arguments(right, ("answers", "solution"))
     with pytest.raises(TypeError, match=r"`brief` is called with more .*`\*\*columns`"):
         check_arguments(brief, Row.COLUMNS)
     for function in (fitting, teacher_reward, student_reward):

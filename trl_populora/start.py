@@ -607,7 +607,7 @@ def check_reward_arguments(functions: Sequence[Any], tables: Mapping[str, Datase
             try:
                 check_arguments(function, (*table.column_names, MEMBER))
             except TypeError as error:
-                raise TypeError(f"`{field}`: {error}") from error
+                raise TypeError(f"`{field}`: {error}") from None
 
 
 def check_eval_batch(args: PopuLoRAConfig, attempts: int) -> None:

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -300,10 +301,12 @@ def check_arguments(function: Callable[..., Any], columns: Sequence[str]) -> Non
     named = {each.name: each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
     given = (*ARGUMENTS, *(name for name in columns if name not in ("prompt", "completion", "completion_ids")))
     called = getattr(getattr(function, "func", function), "__name__", type(function).__name__)  # of a partial, too
-    absent = [f"`{name}`" for name in named if name not in given and named[name].default is inspect.Parameter.empty]
+    absent = [name for name in named if name not in given and named[name].default is inspect.Parameter.empty]
     if absent:
+        asked = ", ".join(f"`{name}`" for name in absent)
+        near = "".join(f"Did you mean `{name}`? " for name in difflib.get_close_matches(absent[0], given, n=1))
         raise TypeError(
-            f"The reward function `{called}` asks for {', '.join(absent)}, which nothing gives. It may ask for "
+            f"The reward function `{called}` asks for {asked}, which nothing gives. {near}It may ask for "
             f"{', '.join(given)}."
         )
     if not all(name in named for name in given) and all(each.kind is not each.VAR_KEYWORD for each in parameters):
