@@ -12,7 +12,7 @@ PAGES = $(wildcard *.md) LICENSE docs recipes studies benchmarks notebooks trl_p
 PIP_OPTIONS = --quiet --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-slow test-studies lint docs
+.PHONY: quickstart test test-slow test-benchmarks test-studies lint docs
 
 # Not through `accelerate launch`: without that launcher Ctrl-C ends with our line and no traceback.
 quickstart: $(VENV)/.installed
@@ -22,11 +22,16 @@ quickstart: $(VENV)/.installed
 PYTEST = $(VENV)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 20
 
 test: $(VENV)/.installed-dev
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not walk"
 
 # Several processes, vLLM servers, the notebook, whole recipes and benchmarks, and most of the grid against stock TRL.
 test-slow: $(VENV)/.installed-dev
 	$(PYTEST) -m slow
+
+# Walks through the benchmarks in small, all parts of benchmarks/gpu.py among them: minutes that only who changes or
+# runs a benchmark needs.
+test-benchmarks: $(VENV)/.installed-dev
+	$(PYTEST) -m walk
 
 # What made and measured the embedded bases: hours of runs stand behind it, so that it has a command of its own.
 test-studies: $(VENV)/.installed-dev

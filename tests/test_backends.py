@@ -30,7 +30,7 @@ MORE = {
     "offload": ("cpu_zero2.yaml --offload_optimizer_device cpu", "DeepSpeedEngine", 2),
 }
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.early]
 
 COMMON = ["replace", "evolve", "pool", "plain", "broken", "savings", "resume bf16"]
 SCENARIOS = {

@@ -89,7 +89,7 @@ class TestScaling:
         with pytest.raises(ValueError, match="74 rows are no whole number of proposals for 2 teachers; each has 4"):
             scaling.count_proposals(74, 2)
 
-    @pytest.mark.slow
+    @pytest.mark.walk
     @pytest.mark.multiprocess
     def test_a_walk_has_every_figure(self):
         (walk,) = re.findall(r"python benchmarks/scaling.py (--rows .*)", scaling.__doc__)
@@ -139,7 +139,7 @@ class TestSweep:
         assert len(table) == 86
         assert table[0]["prompt"][0]["content"].startswith("solve code_o")
 
-    @pytest.mark.slow
+    @pytest.mark.walk
     def test_a_walk_has_every_figure_and_equal_work(self):
         said = walk(sweep.__file__)
         figures = gpu.figures_in(said)
@@ -169,7 +169,7 @@ class TestSweepLearns:
         assert values["evolution - sweep, best"] == {1: 0.25}
         assert "halving - sweep, best" not in values
 
-    @pytest.mark.slow
+    @pytest.mark.walk
     def test_a_walk_makes_each_run_once(self, tmp_path):
         given = ("--seeds", "0", "--output", str(tmp_path), "--arms")
         first = walk(sweep_learns.__file__, *given, "sweep")

@@ -103,7 +103,7 @@ def test_figures_are_found_among_last_words(log):
     assert gpu.figures_in("nothing {here}\n") == {}
 
 
-@pytest.mark.slow
+@pytest.mark.walk
 @pytest.mark.parametrize("group", sorted(group_parts().keys() - ALIKE))
 def test_a_dry_run_comes_to_every_figure_that_needs_no_gpu(group, tmp_path, monkeypatch):
     parts, needed = group_parts()[group], NEEDED.get(group, ())
