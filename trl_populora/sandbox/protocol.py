@@ -16,7 +16,7 @@ import struct
 
 
 # Fixed sizes: the control socket keeps messages apart, so an order and the head of an event need no length.
-ORDER = struct.Struct("<QQdQ")  # START or PROBE, number of the run, limits: CPU seconds, bytes
+ORDER = struct.Struct("<QQdQ")  # START or PROBE, number of the run, limits: CPU seconds, bytes of address space
 EVENT = struct.Struct("<BxxxiQddQ")  # kind, wait status, number of the run, used: CPU seconds, wall seconds, bytes
 LENGTH = struct.Struct("<I")
 _pack_length = LENGTH.pack
@@ -37,7 +37,7 @@ OK, OK_IN_ORDER = "ok", "ok, with sets"  # the second makes the trainer ask for 
 ERROR, MEMORY, BAD_OUTPUT, POLICY, ENTROPY = "error", "memory", "bad_output", "policy", "entropy"
 MAX_REASON = 300  # characters
 
-# A program ends at the latest after its CPU limit times this, by the wall clock, even if a busy host let it run
+# By the wall clock, a program ends at the latest after this many times its CPU limit, even if a busy host let it run
 # little.
 LONGEST_EXTENSION = 120.0
 

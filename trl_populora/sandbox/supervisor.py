@@ -35,7 +35,7 @@ UNDER_WAY = 3
 START_SECONDS = 30.0  # a zygote needs 0.1-0.3 s on an idle core
 GRACE_SECONDS = 5.0  # how late an event may be before its zygote counts as sick
 FAILED_STARTS = 3  # after so many failed starts in a row the sandbox gives up
-SENSITIVE_RUNS = 6  # a two-way choice by the order of a set passes 1 time in 32; with two runs, 1 time in 2
+SENSITIVE_RUNS = 6  # a choice between two results by a set's order passes six runs 1 time in 32, two runs 1 time in 2
 
 
 class Pending:
@@ -80,13 +80,15 @@ class Pending:
     @property
     def seed_index(self) -> int:
         """
-        The number of the next run's hash seed.
+        The index of the next run's hash seed among the sandbox's hash seeds.
 
-        It depends only on the program and the number of the run, so that the same jobs repeat exactly under any load.
+        The index depends only on the program and the number of the run, so that the same jobs repeat exactly under any
+        load.
         """
         first = zlib.crc32(self.job.program.encode("utf-8", "surrogatepass")) & 1
         number = len(self.runs)
-        # Half of all programs begin with seed 1, so that the zygotes of both first seeds are equally busy.
+        # Half of all programs begin with the seed of index 1, so that the zygotes of both first seeds are equally
+        # busy.
         return first ^ number if number < 2 else number
 
     def open(self) -> socket.socket:
@@ -281,7 +283,8 @@ class Supervisor:
 
     def _populate(self, index: int) -> None:
         """Starts the zygotes of one hash seed."""
-        # Seeds 0 and 1 run most programs and get one zygote per two workers. Further seeds get one.
+        # The seeds of index 0 and 1 run most programs, and get one zygote each per two workers. Each further seed gets
+        # one.
         copies = (self.workers + 1) // 2 if index < 2 else 1
         pool = self.pools.setdefault(index, [])
         while len(pool) < copies:
@@ -301,7 +304,7 @@ class Supervisor:
                 break
 
     def _dispatch(self, pending: Pending) -> bool:
-        """Gives a job to the least busy zygote of its seed, or lets it wait; returns `False` as `_start` does."""
+        """Gives a job to the least busy zygote of its seed, or lets it wait; `False` if no file descriptor is left."""
         if pending.future.cancelled():
             self.unresolved.discard(pending)
             return True
