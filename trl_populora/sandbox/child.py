@@ -134,7 +134,7 @@ def _run(payload: Payload, guard: Guard, answer: list) -> Calls[tuple[str, list[
     if not callable(function):
         raise NameError(f"the program defines no function {name!r}")
     outputs: list[str] = [""] * len(inputs)
-    # Every second run calls with the inputs in reverse order. A program that keeps state between calls may then
+    # Every second run takes the inputs in reverse order. A program that keeps state between calls may then
     # give other outputs, and is found to be nondeterministic.
     for index in range(len(inputs))[:: -1 if run % 2 else 1]:
         # The trainer has limited the size of the inputs, so the limit here is only a high number.

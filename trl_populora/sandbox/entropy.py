@@ -71,7 +71,7 @@ def _guard_time(stop: Stop) -> types.ModuleType:
 
         return guarded
 
-    facade.sleep = lambda seconds, /: None  # a program without a clock cannot tell that no time has passed
+    facade.sleep = lambda seconds, /: None  # does not wait: a program without a clock cannot tell
     for name, position in (("localtime", 0), ("gmtime", 0), ("ctime", 0), ("asctime", 0), ("strftime", 1)):
         setattr(facade, name, demand_time(name, position))
     return facade
@@ -199,7 +199,7 @@ INSIDES = frozenset(
         *("f_lasti", "tb_lasti", "_co_code_adaptive"),
     ]
 )
-# Finds these names inside a string of the program, which may hand the string to `eval` or `getattr`.
+# Finds a name of `INSIDES` in a string of the program, which may hand the string to `eval` or `getattr`.
 _IN_TEXT = re.compile(rf"(?<!\w)(?:{'|'.join(sorted(INSIDES))})(?!\w)")
 _LIMITS = ("getrecursionlimit", "setrecursionlimit", "get_int_max_str_digits", "set_int_max_str_digits")
 _FACTS = ("copyright", "hash_info", "hexversion", "implementation", "int_info", "version")
@@ -308,8 +308,8 @@ class Limits:
 
 def guard_sys(facade: type, limits: Limits, stop: Callable[[str], Any]) -> None:
     """
-    Adds guarded attributes to a class of `sys` facades. Those for limits and for the version answer; those in `_FACTS`
-    stop the program.
+    Adds guarded attributes to a class of `sys` facades. Attributes for limits and for the version give an answer.
+    Attributes in `_FACTS` stop the program.
     """
     given: dict[str, object] = {name: getattr(limits, name) for name in _LIMITS}
     given["version_info"] = Version(lambda: stop("sys.version_info depends on the interpreter"))

@@ -169,7 +169,7 @@ def _check_token(kind: str, token: str, match: re.Match, functions: tuple[str, .
 
 
 def _explicit_escapes(token: str, is_bytes: bool) -> str:
-    """Doubles the backslash of each unknown escape. Python itself reads such a backslash so, but with a warning."""
+    """Doubles the backslash of each unknown escape. Python reads such an escape the same way, but with a warning."""
     allowed = "\\'\"abfnrtvx01234567\n\r" + ("" if is_bytes else "NuU")
     return _ESCAPE.sub(lambda pair: pair.group() if pair.group()[1] in allowed else "\\" + pair.group(), token)
 

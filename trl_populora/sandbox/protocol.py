@@ -23,12 +23,12 @@ _pack_length = LENGTH.pack
 
 # ORDER kinds
 START = 0  # fork a child for the attached socket
-PROBE = 1  # the same, but the child tries the walls and runs no program
+PROBE = 1  # the same, but this child tries the walls and runs no program
 
 # EVENT kinds
 READY = 0  # the zygote is warm; a JSON report follows the header
 DONE = 1  # the child is dead and reaped
-EXPIRED = 2  # the same, killed by the zygote at the deadline
+EXPIRED = 2  # the same, but the zygote killed the child at a deadline
 FAILED = 3  # the zygote ends because of an error; a JSON report follows the header
 
 # Status words of a child's answer. A child may claim these things about itself. Everything else, such as a time-out,

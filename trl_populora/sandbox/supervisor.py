@@ -52,11 +52,11 @@ class Pending:
     def __init__(self, job: Job, limits: Limits):
         self.job, self.limits = job, limits
         self.future: Future[Verdict] = Future()
-        self.runs: list[Run] = []  # the finished ones
-        self.seen: list[Observation] = []  # one per finished run
+        self.runs: list[Run] = []  # the finished runs
+        self.seen: list[Observation] = []  # what was observed of each finished run
         self.wanted = job.runs
         self.retried = False  # whether a zygote has died under this job
-        self.socket: socket.socket = None  # type: ignore[assignment]  # between `open` and `close` only
+        self.socket: socket.socket = None  # type: ignore[assignment]  # `None` but between `open` and `close`
         self.forget_run()
 
     def take(self, run: Run, seen: Observation) -> bool:
@@ -74,7 +74,7 @@ class Pending:
         self.outgoing = memoryview(b"")  # the rest of the payload that the socket has not taken yet
         self.data = bytearray()  # the answer so far
         self.end_of_file = False
-        self.event: Observation = None  # type: ignore[assignment]  # until the zygote has reported the child's end
+        self.event: Observation = None  # type: ignore[assignment]  # `None` until the zygote reports the child's end
         self.late_at = float("inf")  # when the zygote counts as sick if it has not reported
 
     @property

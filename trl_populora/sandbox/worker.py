@@ -63,7 +63,7 @@ class Worker:
 
     @property
     def level(self) -> str:
-        """How far it confines programs: `"A"`, `"B"` or `"C"`."""
+        """How far this zygote confines programs: `"A"`, `"B"` or `"C"`."""
         return confine.find_level(self.layers, self.refused)
 
     def explain_weakness(self, reason: str) -> str:

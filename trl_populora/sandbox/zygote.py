@@ -130,7 +130,7 @@ class Zygote:
         Serves until the trainer closes its end of the socket, or dies; then returns `None`.
 
         Also returns in each child that it forks: with the descriptor of the job's socket, the kind of the order, and
-        the bytes of address space. No more of the order may stay in the child.
+        the bytes of address space. The child may keep nothing else of the order.
         """
         while True:
             for fd, _ in self.poll.poll(self._timeout()):

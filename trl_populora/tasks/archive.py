@@ -248,7 +248,7 @@ def _suggest_text(text: str, column: str) -> str:
         if column == "inputs" and len(value) == 1 and isinstance(value[0], tuple):
             (value,) = value
         return f"; as one, it is {values.encode(value, ordered=column == 'inputs')!r}"
-    except ValueError:  # it is no literal, or too large to be written
+    except ValueError:  # `text` is no literal, or its value is too large to be written
         return ""
 
 

@@ -146,7 +146,7 @@ def build_archive(
         )
     archive = TaskArchive(size)
     for task in tasks:
-        # An archive of another run names authors and steps of that run, which mean nothing in this one.
+        # Tasks from another run's archive name authors and steps of that run, which mean nothing in this one.
         archive.add(replace(task, author=Task.author, step=Task.step))
     check_archive(archive, kinds, references is not None)
     bare = [name for name, kind in kinds.items() if kind.reference_kinds and not _has_example(archive, kind, style)]

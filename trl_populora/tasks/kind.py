@@ -237,7 +237,7 @@ class KindSettings:
     Args:
         inputs_per_function: Inputs that a code_f proposal must give (Absolute Zero Reasoner: 10).
         determinism_runs: How often a proposal runs, at least; all runs must agree (Absolute Zero Reasoner: 2).
-        prompt_style: One of `STYLES`. In a run it is chosen before kinds are configured; `check-kind` leaves it `None`.
+        prompt_style: One of `STYLES`. A run chooses it before it configures kinds; `check-kind` leaves it `None`.
         reading: One of `READINGS`. With `None` the style decides: strict for `"compact"`, tolerant for the others.
         prompt_texts: The user's own instructions. Keys are `"code_o/propose"` and so on.
 

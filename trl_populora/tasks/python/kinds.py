@@ -339,7 +339,7 @@ class CodeF(CodeKind):
     reference_kinds = ("code_o", "code_i")
     writes_program = False
     shots = prompts.CODE_F
-    max_message_chars = 400  # as long as an output may be
+    max_message_chars = 400  # as many as an output may have
     max_message_lines = 2
 
     def __init__(self, inputs_per_task: int = 10):

@@ -2,8 +2,8 @@
 
 Both readers first drop the thinking. The strict reader wants this format, and guesses nothing:
 
-* A block begins with a line of three backticks and its name. It ends with a line of three backticks. Blanks may
-  end both lines.
+* A block begins with a line of three backticks and its name. It ends with a line of three backticks. Either line
+  may end in blanks.
 * The expected blocks stand once each, in order. Text around them is ignored.
 * No other line outside of a block starts with three backticks, not even behind blanks. No line inside of a block
   starts with three backticks and a name.
