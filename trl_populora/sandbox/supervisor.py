@@ -56,7 +56,7 @@ class Pending:
         self.seen: list[Observation] = []  # what was observed of each finished run
         self.wanted = job.runs
         self.retried = False  # whether a zygote has died under this job
-        self.socket: socket.socket = None  # type: ignore[assignment]  # `None` but between `open` and `close`
+        self.socket: socket.socket = None  # type: ignore[assignment]  # `None` except between `open` and `close`
         self.forget_run()
 
     def take(self, run: Run, seen: Observation) -> bool:
