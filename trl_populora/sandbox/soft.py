@@ -104,7 +104,7 @@ class Guard:
         self.namespace["__builtins__"] = self.builtins
 
     def stop(self, word: str, reason: str) -> None:
-        """Notes the first finding and raises. The finding stays even if the program catches the exception."""
+        """Notes the first finding and raises [`Refused`]. The finding stays even if the program catches that."""
         if self.finding is None:
             self.finding = (word, [protocol.make_line(reason)])
         raise Refused(reason)

@@ -56,7 +56,7 @@ class Pending:
         self.seen: list[Observation] = []  # what was observed of each finished run
         self.wanted = job.runs
         self.retried = False  # whether a zygote has died under this job
-        self.socket: socket.socket = None  # type: ignore[assignment]  # `None` except between `open` and `close`
+        self.socket: socket.socket = None  # type: ignore[assignment]  # `None` until the first `open`
         self.forget_run()
 
     def take(self, run: Run, seen: Observation) -> bool:
@@ -161,7 +161,7 @@ class Listener:
             self.epoll.unregister(source.fileno())
 
     def listen(self, seconds: float) -> None:
-        """Waits at most so many seconds for a socket to be ready, then calls the handlers."""
+        """Waits at most `seconds` for a socket to be ready, then calls the handlers of the ready sockets."""
         for fd, mask in self.epoll.poll(seconds):
             if fd in self.handlers:
                 handler, arguments = self.handlers[fd]
@@ -283,8 +283,8 @@ class Supervisor:
 
     def _populate(self, index: int) -> None:
         """Starts the zygotes of one hash seed."""
-        # The seeds of index 0 and 1 run most programs, and get one zygote each per two workers. Each further seed gets
-        # one.
+        # The seeds of index 0 and 1 run most programs. Each of them gets one zygote per two workers, each further seed
+        # gets one zygote.
         copies = (self.workers + 1) // 2 if index < 2 else 1
         pool = self.pools.setdefault(index, [])
         while len(pool) < copies:
@@ -323,7 +323,7 @@ class Supervisor:
         try:
             theirs = pending.open()
         except OSError as error:
-            # No descriptor is left. A job that runs gives its own back when it ends; if none runs, nobody would.
+            # No descriptor is left. A job that ends gives its descriptor back. If no job runs, none comes back.
             if self.running:
                 self.queue.appendleft(pending)
             else:

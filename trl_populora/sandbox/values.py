@@ -27,9 +27,9 @@ from json.encoder import encode_basestring_ascii as _quote
 from typing import Any
 
 
-MAX_BYTES = 65536  # text of one value
-MAX_NODES = 20000  # scalars and containers in one value
-MAX_DEPTH = 64  # containers inside each other
+MAX_BYTES = 65536  # most bytes of one value's text
+MAX_NODES = 20000  # most scalars and containers in one value
+MAX_DEPTH = 64  # most containers inside each other
 
 _SMALL = 1 << 63  # smaller integers are written in decimal
 _SEQUENCES: dict[type, str] = {list: "l", tuple: "t"}

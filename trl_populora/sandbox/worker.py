@@ -67,7 +67,7 @@ class Worker:
         return confine.find_level(self.layers, self.refused)
 
     def explain_weakness(self, reason: str) -> str:
-        """Explains why this zygote may not serve. `reason` says why its walls could not be probed, if so."""
+        """Explains why this zygote may not serve. `reason`: why its walls could not be probed, if so."""
         missing = [f"{name}: {why}" for name, why in self.layers.items() if why]
         open_doors = [name for name, refused in self.refused.items() if not refused]
         if not self.refused:
