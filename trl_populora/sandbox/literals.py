@@ -25,8 +25,8 @@ MAX_SIGNS = 4  # signs in a row
 _NAMES = {"None": None, "True": True, "False": False, "nan": float("nan"), "inf": float("inf")}
 _CALLS = ("set", "frozenset", "complex", "float")
 _FLOAT_WORDS = ("nan", "inf", "-inf", "+inf", "infinity", "-infinity")
-# A string is matched whole, so that a bracket or a name inside it is no token. `f` is no prefix here; what Python
-# makes of an f-string is refused by `_convert`.
+# A string is matched whole, so that a bracket or a name inside it is no token. `f` is no prefix here, so an f-string
+# scans as a name and a string. Where the name may be called, `_convert` refuses what Python makes of the f-string.
 _TOKEN = re.compile(
     r"""
     (?P<space>[ \t\r\n\f]+)
@@ -53,7 +53,7 @@ def read_literal(text: str) -> Any:
     Reads plain data from a Python literal.
 
     Args:
-        text: What a solver wrote, for example `[1, 'a', {2.5: None}]`. Reads everything that
+        text: What a model wrote, for example `[1, 'a', {2.5: None}]`. Reads everything that
             [`to_literal`][trl_populora.sandbox.values] writes within the limits, and `float('nan')`.
 
     Raises:
@@ -70,7 +70,7 @@ def read_arguments(text: str, function: str = "f") -> tuple:
     `f` returns for it: nothing is evaluated here.
 
     Args:
-        text: What a solver wrote.
+        text: What a model wrote.
         function: The only name that may be called.
 
     Raises:
@@ -169,7 +169,7 @@ def _check_token(kind: str, token: str, match: re.Match, functions: tuple[str, .
 
 
 def _explicit_escapes(token: str, is_bytes: bool) -> str:
-    """Doubles each backslash of an unknown escape. Python reads it so, too, but with a warning."""
+    """Doubles the backslash of each unknown escape. Python reads such an escape the same way, but with a warning."""
     allowed = "\\'\"abfnrtvx01234567\n\r" + ("" if is_bytes else "NuU")
     return _ESCAPE.sub(lambda pair: pair.group() if pair.group()[1] in allowed else "\\" + pair.group(), token)
 

@@ -129,7 +129,8 @@ class SandboxSettings:
     What programs may use. Each field is the option of [`~trl_populora.PopuLoRAConfig`] of the same name.
 
     Raises:
-        `ValueError`: If a number is not positive. [`Limits`] checks further bounds when `limits` is read.
+        `ValueError`: If `sandbox_workers` is below 1, `sandbox_memory_mb` below 64, or `sandbox_seconds` not above 0
+            or above 3600.
     """
 
     sandbox_workers: int | None = None
@@ -138,7 +139,8 @@ class SandboxSettings:
     sandbox_allow_weak: bool = False
 
     def __post_init__(self):
-        # 64 MiB and an hour are what `Limits` allows. It would name fields that are no options.
+        # The bounds 64 MiB and an hour are those of `Limits`. An error of `Limits` would name fields that are no
+        # options.
         for name, least in (("sandbox_workers", 1), ("sandbox_memory_mb", 64)):
             if (value := getattr(self, name)) is not None and not value >= least:
                 raise ValueError(f"`{name}` must be at least {least}, got {value}.")

@@ -16,19 +16,19 @@ import struct
 
 
 # Fixed sizes: the control socket keeps messages apart, so an order and the head of an event need no length.
-ORDER = struct.Struct("<QQdQ")  # START or PROBE, number of the run, limits: CPU seconds, bytes
+ORDER = struct.Struct("<QQdQ")  # START or PROBE, number of the run, limits: CPU seconds, bytes of address space
 EVENT = struct.Struct("<BxxxiQddQ")  # kind, wait status, number of the run, used: CPU seconds, wall seconds, bytes
 LENGTH = struct.Struct("<I")
 _pack_length = LENGTH.pack
 
 # ORDER kinds
 START = 0  # fork a child for the attached socket
-PROBE = 1  # the same, but the child tries the walls and runs no program
+PROBE = 1  # the same, but this child tries the walls and runs no program
 
 # EVENT kinds
 READY = 0  # the zygote is warm; a JSON report follows the header
 DONE = 1  # the child is dead and reaped
-EXPIRED = 2  # the same, killed by the zygote at the deadline
+EXPIRED = 2  # the same, but the zygote killed the child at a deadline
 FAILED = 3  # the zygote ends because of an error; a JSON report follows the header
 
 # Status words of a child's answer. A child may claim these things about itself. Everything else, such as a time-out,
@@ -37,7 +37,7 @@ OK, OK_IN_ORDER = "ok", "ok, with sets"  # the second makes the trainer ask for 
 ERROR, MEMORY, BAD_OUTPUT, POLICY, ENTROPY = "error", "memory", "bad_output", "policy", "entropy"
 MAX_REASON = 300  # characters
 
-# A program ends at the latest after its CPU limit times this, by the wall clock, even if a busy host let it run
+# By the wall clock, a program ends at the latest after this many times its CPU limit, even if a busy host let it run
 # little.
 LONGEST_EXTENSION = 120.0
 

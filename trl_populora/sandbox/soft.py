@@ -1,9 +1,9 @@
 """The soft layer: keeps honest programs to what a training task may use. It improves data and protects nothing.
 
 Each program gets builtins and a few module facades of its own. The standard library itself keeps the real modules. An
-import outside the allow-list, `open`, `input` and `breakpoint` give `policy`. A clock, a hash or address that is used
-as a number, and what depends on the interpreter, give `nondeterministic`. Repeated runs would not find these: they see
-neither another year, nor a rare coin flip, nor another Python.
+import outside the allow-list, `open`, `input` and `breakpoint` end a program with status `policy`. A clock, a hash or
+address that is used as a number, and what depends on the interpreter, end it with `nondeterministic`. Repeated runs
+would not find these: they see neither another year, nor a rare coin flip, nor another Python.
 
 The allow-list holds modules that compute. It leaves out modules whose results nobody can work out by thinking, as
 Absolute Zero Reasoner does: digests, checksums, seeded generators. A scrambler that a program writes itself stands in
@@ -30,8 +30,8 @@ MODULES = [
     *("operator", "pprint", "re", "statistics", "string", "struct", "sys", "textwrap", "time", "traceback", "types"),
     *("typing", "unicodedata", "urllib.parse", "warnings", "weakref"),
 ]
-# These are imported only while a program runs, when no file can be opened. `strptime` imports the first through the
-# program's own `__import__`. Since version 3.12 Python converts large integers with the second.
+# Python itself imports these, but only while a program runs, when no file can be opened. `strptime` imports the first
+# through the program's own `__import__`. Since version 3.12 Python converts large integers with the second.
 HELPERS = frozenset(["_strptime", "_pylong"])
 CODECS = [
     *("ascii", "latin-1", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"),
@@ -40,8 +40,8 @@ CODECS = [
 # These modules exist to scramble. A task that asks for a few bits of a digest is a coin toss: it pays its teacher like
 # a hard task and teaches nothing. Some published benchmarks use these modules; they run without the soft layer.
 SCRAMBLING = ["binascii", "hashlib", "hmac", "random", "secrets", "uuid", "zlib"]
-# What a program may import, too, without the soft layer, in benchmarks and in tests of the walls: all that an attacker
-# wants.
+# Without the soft layer, in benchmarks and in tests of the walls, a program may import these as well: all that an
+# attacker wants.
 HOSTILE = [
     *SCRAMBLING,
     *("os", "posix", "socket", "ctypes", "subprocess", "signal", "threading", "mmap", "resource", "fcntl", "pickle"),
@@ -58,7 +58,7 @@ def is_allowed(name: str) -> bool:
 
 
 def preload(hostile: bool) -> None:
-    """Imports all modules that a program may import, as far as this installation has them."""
+    """Imports all modules that a program may import, as far as this installation has them, and loads `CODECS`."""
     for name in [*MODULES, *HELPERS, *(HOSTILE if hostile else ())]:
         try:
             __import__(name)
@@ -80,7 +80,7 @@ MODULE = "program"  # the name of the module that a program runs as
 
 
 class Refused(BaseException):
-    """Ends a program that did what it must not. It is no `Exception`, so an `except Exception` lets it pass."""
+    """Ends a program that did what it must not. It is no `Exception`, so that an `except Exception` lets it pass."""
 
 
 class Guard:
@@ -104,7 +104,7 @@ class Guard:
         self.namespace["__builtins__"] = self.builtins
 
     def stop(self, word: str, reason: str) -> None:
-        """Notes the first finding and raises. The finding stays even if the program catches the exception."""
+        """Notes the first finding and raises [`Refused`]. The finding stays even if the program catches that."""
         if self.finding is None:
             self.finding = (word, [protocol.make_line(reason)])
         raise Refused(reason)

@@ -35,7 +35,7 @@ UNDER_WAY = 3
 START_SECONDS = 30.0  # a zygote needs 0.1-0.3 s on an idle core
 GRACE_SECONDS = 5.0  # how late an event may be before its zygote counts as sick
 FAILED_STARTS = 3  # after so many failed starts in a row the sandbox gives up
-SENSITIVE_RUNS = 6  # a two-way choice by the order of a set passes 1 time in 32; with two runs, 1 time in 2
+SENSITIVE_RUNS = 6  # a choice between two results by a set's order passes six runs 1 time in 32, two runs 1 time in 2
 
 
 class Pending:
@@ -52,11 +52,11 @@ class Pending:
     def __init__(self, job: Job, limits: Limits):
         self.job, self.limits = job, limits
         self.future: Future[Verdict] = Future()
-        self.runs: list[Run] = []  # the finished ones
-        self.seen: list[Observation] = []  # one per finished run
+        self.runs: list[Run] = []  # the finished runs
+        self.seen: list[Observation] = []  # what was observed of each finished run
         self.wanted = job.runs
         self.retried = False  # whether a zygote has died under this job
-        self.socket: socket.socket = None  # type: ignore[assignment]  # between `open` and `close` only
+        self.socket: socket.socket = None  # type: ignore[assignment]  # `None` until the first `open`
         self.forget_run()
 
     def take(self, run: Run, seen: Observation) -> bool:
@@ -74,19 +74,21 @@ class Pending:
         self.outgoing = memoryview(b"")  # the rest of the payload that the socket has not taken yet
         self.data = bytearray()  # the answer so far
         self.end_of_file = False
-        self.event: Observation = None  # type: ignore[assignment]  # until the zygote has reported the child's end
+        self.event: Observation = None  # type: ignore[assignment]  # `None` until the zygote reports the child's end
         self.late_at = float("inf")  # when the zygote counts as sick if it has not reported
 
     @property
     def seed_index(self) -> int:
         """
-        The number of the next run's hash seed.
+        The index of the next run's hash seed among the sandbox's hash seeds.
 
-        It depends only on the program and the number of the run, so that the same jobs repeat exactly under any load.
+        The index depends only on the program and the number of the run, so that the same jobs repeat exactly under any
+        load.
         """
         first = zlib.crc32(self.job.program.encode("utf-8", "surrogatepass")) & 1
         number = len(self.runs)
-        # Half of all programs begin with seed 1, so that the zygotes of both first seeds are equally busy.
+        # Half of all programs begin with the seed of index 1, so that the zygotes of both first seeds are equally
+        # busy.
         return first ^ number if number < 2 else number
 
     def open(self) -> socket.socket:
@@ -159,7 +161,7 @@ class Listener:
             self.epoll.unregister(source.fileno())
 
     def listen(self, seconds: float) -> None:
-        """Waits at most so many seconds for a socket to be ready, then calls the handlers."""
+        """Waits at most `seconds` for a socket to be ready, then calls the handlers of the ready sockets."""
         for fd, mask in self.epoll.poll(seconds):
             if fd in self.handlers:
                 handler, arguments = self.handlers[fd]
@@ -281,7 +283,8 @@ class Supervisor:
 
     def _populate(self, index: int) -> None:
         """Starts the zygotes of one hash seed."""
-        # Seeds 0 and 1 run most programs and get one zygote per two workers. Further seeds get one.
+        # The seeds of index 0 and 1 run most programs. Each of them gets one zygote per two workers, each further seed
+        # gets one zygote.
         copies = (self.workers + 1) // 2 if index < 2 else 1
         pool = self.pools.setdefault(index, [])
         while len(pool) < copies:
@@ -301,7 +304,7 @@ class Supervisor:
                 break
 
     def _dispatch(self, pending: Pending) -> bool:
-        """Gives a job to the least busy zygote of its seed, or lets it wait; returns `False` as `_start` does."""
+        """Gives a job to the least busy zygote of its seed, or lets it wait; `False` if no file descriptor is left."""
         if pending.future.cancelled():
             self.unresolved.discard(pending)
             return True
@@ -320,7 +323,7 @@ class Supervisor:
         try:
             theirs = pending.open()
         except OSError as error:
-            # No descriptor is left. A job that runs gives its own back when it ends; if none runs, nobody would.
+            # No descriptor is left. A job that ends gives its descriptor back. If no job runs, none comes back.
             if self.running:
                 self.queue.appendleft(pending)
             else:

@@ -27,9 +27,9 @@ from json.encoder import encode_basestring_ascii as _quote
 from typing import Any
 
 
-MAX_BYTES = 65536  # text of one value
-MAX_NODES = 20000  # scalars and containers in one value
-MAX_DEPTH = 64  # containers inside each other
+MAX_BYTES = 65536  # most bytes of one value's text
+MAX_NODES = 20000  # most scalars and containers in one value
+MAX_DEPTH = 64  # most containers inside each other
 
 _SMALL = 1 << 63  # smaller integers are written in decimal
 _SEQUENCES: dict[type, str] = {list: "l", tuple: "t"}
@@ -37,7 +37,7 @@ _SETS = {set: "s", frozenset: "z"}
 _INFINITE = ("nan", "inf", "-inf")
 
 
-# A metaclass may define `__name__` by code of its own. This asks none of it.
+# Returns the name of a type, and runs no code of the type's metaclass, which may define a `__name__` of its own.
 name_type = type.__dict__["__name__"].__get__
 
 
@@ -64,7 +64,7 @@ class _Encoder:
         self.max_depth, self.ordered = max_depth, ordered
 
     def spend(self, size: int) -> None:
-        """Takes one part of so many bytes from the budgets, before its text is made."""
+        """Takes one part of `size` bytes from the budgets, before the part's text is made."""
         self.bytes -= size
         self.nodes -= 1
         if self.bytes < 0:
@@ -163,7 +163,7 @@ def decode(text: str, *, max_bytes: int = MAX_BYTES, max_depth: int = MAX_DEPTH)
     """
     Reads the value of a canonical text, with dicts in the order of the text.
 
-    It reads no other text than [`encode`] could have written.
+    It refuses every text that [`encode`] could not have written.
 
     Raises:
         `ValueError`: If `text` is too large or not canonical: unknown tags, unsorted sets, repeated elements, spaces,

@@ -63,11 +63,11 @@ class Worker:
 
     @property
     def level(self) -> str:
-        """How far it confines programs: `"A"`, `"B"` or `"C"`."""
+        """How far this zygote confines programs: `"A"`, `"B"` or `"C"`."""
         return confine.find_level(self.layers, self.refused)
 
     def explain_weakness(self, reason: str) -> str:
-        """Explains why this zygote may not serve. `reason` says why its walls could not be probed, if so."""
+        """Explains why this zygote may not serve. `reason`: why its walls could not be probed, if so."""
         missing = [f"{name}: {why}" for name, why in self.layers.items() if why]
         open_doors = [name for name, refused in self.refused.items() if not refused]
         if not self.refused:

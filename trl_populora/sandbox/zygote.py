@@ -3,9 +3,9 @@
     ORDER + descriptor of a job's socket --_accept--> fork --_become_child--> child: reads, runs, answers, exits
     EVENT <--_reap-- the kernel's report of the child's end          _watch: kills a child that is past its limit
 
-The trainer starts `launch.py`, with the number of the control socket and the options. The zygote never reads a job's
-payload: its private socket passes through as a descriptor, from the trainer's message to the child. So neither
-a zygote nor a child ever holds the sockets of two jobs.
+The trainer starts `launch.py`, with the descriptor of the control socket and the options. The zygote never reads a
+job's payload. It hands the job's private socket from the trainer's message to the child, and closes its own copy. So
+neither a zygote nor a child ever holds the sockets of two jobs at a time.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ _ORDER_BYTES, _descriptor = ORDER.size, struct.Struct("=i").unpack
 _now, _FOREVER = time.monotonic, float("inf")
 _forget_module = sys.modules.pop
 _WNOHANG, _FD_BYTES = os.WNOHANG, socket.CMSG_SPACE(4)
-# A child closes all descriptors from 3 up to this number but its own socket. `_control` moves the only high one down,
-# and `confine.py` allows 16.
+# A child closes all descriptors from 3 up to this number but its own socket. None is higher: `_control` gives the
+# control socket a low number, and after that `confine.py` allows only numbers below 16.
 _DESCRIPTORS = 64
-# A program counts as asleep, and is killed, if it has used no CPU time for so long; or for its limit if that is
-# longer.
+# A program counts as asleep, and is killed, if it has used no CPU time for so many seconds; or for as many as its
+# CPU limit if that is more.
 _PATIENCE_SECONDS = 5.0
 # Modules by which a program could find objects that it has no name for.
 _OWN_MODULES = {"gc", "ctypes", "_ctypes"}
@@ -104,10 +104,10 @@ class Running:
 
 class Zygote:
     """
-    The serving loop.
+    Serves the trainer: takes orders, forks children, reports how they ended.
 
     Args:
-        control: Orders come in, events go out.
+        control: The socket on which orders come in and events go out.
         guard: The soft layer, ready to use in any child.
     """
 
@@ -130,7 +130,7 @@ class Zygote:
         Serves until the trainer closes its end of the socket, or dies; then returns `None`.
 
         Also returns in each child that it forks: with the descriptor of the job's socket, the kind of the order, and
-        the bytes of address space. No more of the order may stay in the child.
+        the bytes of address space. The child may keep nothing else of the order.
         """
         while True:
             for fd, _ in self.poll.poll(self._timeout()):
@@ -173,7 +173,7 @@ class Zygote:
         (fd,) = _descriptor(ancillary[0][2][:4])
         pid = _fork()
         if pid == 0:
-            self.children.clear()  # what else is under way is nothing that a program should know
+            self.children.clear()  # a program must not learn what else is under way
             return True, (fd, kind, memory)
         _close(fd)
         self.children[pid] = Running(job, pid, limit)
@@ -209,7 +209,8 @@ def _become_child(order: tuple[int, int, int], zygote: Zygote, answer: list) -> 
         _close_range(3, fd)
         _close_range(fd + 1, _DESCRIPTORS)
         if zygote.guard.enabled:
-            # It reads limits. The zygote keeps it, because `wait4` imports it.
+            # The module `resource` reads limits, so programs must not find it. The zygote keeps it, because `wait4`
+            # imports it.
             _forget_module("resource", None)
         payload = read_payload(fd)
         zygote.close_in(memory)
@@ -257,7 +258,7 @@ def _warm_up(guard: soft.Guard) -> None:
 
 
 def _control(number: int) -> socket.socket:
-    """Gives the inherited socket a low number: children close only low ones."""
+    """Gives the inherited control socket a low number, because children close only low ones."""
     control = socket.socket(fileno=os.dup(number))
     os.close(number)
     return control
@@ -280,7 +281,8 @@ def main(answer: list, surroundings: dict) -> Calls[None]:
         zygote, layers = _prepare(control, options)
         report = json.dumps({"layers": layers}).encode()
         control.send(EVENT.pack(READY, 0, 0, 0.0, 0.0, 0) + report)
-        # A collection writes to every object that it looks at. In a child each such write would copy a memory page.
+        # A garbage collection writes to every object that it looks at. In a child each such write would copy a memory
+        # page.
         gc.collect()
         gc.freeze()
         order = zygote.loop()

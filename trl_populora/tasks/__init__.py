@@ -48,8 +48,8 @@ def check_names(names: Any) -> None:
     Checks the value of the option `task_kinds`.
 
     Raises:
-        `TypeError`: If the value is one text, or holds anything but texts. An instance of a kind could not be saved
-            with the settings.
+        `TypeError`: If the value is one text, or holds anything but texts. An instance of a kind is refused, too,
+            because it could not be saved with the settings.
         `ValueError`: If the list is empty.
     """
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
@@ -96,7 +96,8 @@ def resolve_kind(name: str | TaskKind) -> TaskKind:
 
     Raises:
         `ValueError`: If there is no such kind, if no instance of its class can be made, or if the object found is no
-            [`TaskKind`] with a `name`. Also if its `reference_kinds` or `measures` is a text.
+            [`TaskKind`] with a valid `name`. Also if its `reference_kinds` or `measures` is a text, or one of its
+            measures has a name that is taken.
     """
     choices = f"one of {', '.join(TASK_KINDS)}, `package.module:Class` for a class of your own"
     if isinstance(name, TaskKind):

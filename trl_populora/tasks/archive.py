@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 # for the code kinds. The file of an archive always has a column for each. Measures of a user's own kind add columns.
 NOTED = ("match", "solve_rate", *PROGRAM_MEASURES)
 Note = Mapping[str, float]
-Entry = tuple[Task, bytes, "Note | None"]  # task, duplicate key, note
+Entry = tuple[Task, bytes, "Note | None"]  # the task, its key (duplicates share it), its note
 
 
 class _Ring:
@@ -94,7 +94,7 @@ class TaskArchive:
         self.coverage = Coverage()
         self._rings: dict[str, _Ring] = {}
         self._measures: set[str] = set()
-        self._keys: dict[bytes, int] = {}  # to the task's place in the ring of its kind
+        self._keys: dict[bytes, int] = {}  # a task's key -> its place in the ring of its kind
 
     def add(self, task: Task) -> bool:
         """Adds a task. Returns `False`, and changes nothing, if the task is a duplicate."""
@@ -119,7 +119,7 @@ class TaskArchive:
         return sorted(self._measures)
 
     def note(self, task: Task, /, **facts: float) -> None:
-        """Notes `facts` about a task in place of earlier ones (see `NOTED`). Ignores a task that it does not hold."""
+        """Notes `facts` (see `NOTED`) about a task, in place of earlier ones. Ignores a task that is not here."""
         key = hash_task(task)
         if key in self._keys:
             self._rings[task.kind].entries[self._keys[key]] = (task, key, facts)
@@ -167,7 +167,7 @@ class TaskArchive:
 
     def pick(self, kinds: Sequence[str], positions: Iterable[int]) -> list[Task]:
         """Returns the tasks at `positions` of one long list: the tasks of these kinds, kind by kind, oldest first."""
-        # `dict.fromkeys` drops names that come twice and keeps the order, which a set would not: ranks must agree.
+        # All ranks must pick the same tasks. `dict.fromkeys` drops repeated names and keeps the order, unlike a set.
         rings = [self._rings[kind] for kind in dict.fromkeys(kinds) if kind in self._rings]
         picked = []
         for position in positions:
@@ -248,7 +248,7 @@ def _suggest_text(text: str, column: str) -> str:
         if column == "inputs" and len(value) == 1 and isinstance(value[0], tuple):
             (value,) = value
         return f"; as one, it is {values.encode(value, ordered=column == 'inputs')!r}"
-    except ValueError:  # it is no literal, or too large to be written
+    except ValueError:  # `text` is no literal, or its value is too large to be written
         return ""
 
 
@@ -438,10 +438,10 @@ def load_archive(archive: TaskArchive, path: str | Path, coverage: dict[str, Any
             entries = _read_entries(file, path)
             archive.restore(_renew_keys(entries, forms) if found == _OLDER_VERSION else entries, coverage)
             if found == _OLDER_VERSION:
-                # The saved hashes come from the other normal form. Those of tasks that have left the archive
-                # cannot be computed again. They are forgotten, and `programs` counts on from what the file holds.
+                # The saved hashes of forms come from the older normal form. Those of tasks that have left the archive
+                # cannot be computed again, and are forgotten. `programs` counts on from the tasks in the file.
                 archive.coverage.forms = forms
-        except OSError as error:  # a damaged page
+        except OSError as error:  # a page of the file is damaged
             raise ValueError(f"{path} is damaged ({error}).") from error
 
 

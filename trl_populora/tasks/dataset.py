@@ -54,8 +54,8 @@ def read_splits(source: str, what: str, name: str | None = None) -> DatasetDict:
         name: The dataset's configuration, as of `load_dataset`.
 
     Raises:
-        `ValueError`: If there is no such file or dataset, if the Hub is out of reach, if the table is empty, or if it
-            is no JSON; the message then names the line.
+        `ValueError`: If there is no such file or dataset, if the Hub is out of reach, if the table is empty, or if a
+            file is no JSON; the message then names the line.
     """
     formats = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
     suffix = Path(source).suffix
@@ -76,7 +76,7 @@ def read_splits(source: str, what: str, name: str | None = None) -> DatasetDict:
 
 
 def _find_fault(source: str, error: Exception) -> str:
-    """Finds why a file cannot be read: it is empty, or a line is no JSON; else what the library says."""
+    """Finds why a file cannot be read: it is empty, or a line is no JSON; else returns the library's error."""
     if not Path(source).is_file() or Path(source).suffix not in (".json", ".jsonl"):
         return str(error.__cause__ or error)
     text = Path(source).read_text(encoding="utf-8", errors="replace")
@@ -98,7 +98,8 @@ def read_held_out(source: str | None, kinds: Sequence[str]):
 
     Args:
         source: As in [`read_tasks`], or `tiny` for the held-out tasks that ship with the embedded base.
-        kinds: Kinds that the run plays. From `tiny` only tasks of these kinds are taken, or all if there are none.
+        kinds: Kinds that the run plays. From `tiny` only tasks of these kinds are taken, or all tasks if none is of
+            these kinds.
     """
     if source != TINY:
         return read_tasks(source)
@@ -108,7 +109,7 @@ def read_held_out(source: str | None, kinds: Sequence[str]):
 
 
 def load_built_in_tasks(style: str | None) -> list[Task]:
-    """Loads the tasks for a run to which the user gives none: for style `"compact"` those of the embedded base."""
+    """Loads a run's tasks if the user gives none: for `"compact"` the embedded base's, else those in plain Python."""
     return load_seed_tasks(None if style == "compact" else real_seed_tasks())
 
 
@@ -145,7 +146,7 @@ def build_archive(
         )
     archive = TaskArchive(size)
     for task in tasks:
-        # An archive of another run names authors and steps of that run, which mean nothing in this one.
+        # Tasks from another run's archive name authors and steps of that run, which mean nothing in this one.
         archive.add(replace(task, author=Task.author, step=Task.step))
     check_archive(archive, kinds, references is not None)
     bare = [name for name, kind in kinds.items() if kind.reference_kinds and not _has_example(archive, kind, style)]
@@ -177,8 +178,8 @@ def check_archive(archive: TaskArchive, kinds: Mapping[str, TaskKind], proposing
 
     Raises:
         `ValueError`: If the archive holds no task of any kind that is played. Also if teachers propose, one of these
-            kinds proposes about archived programs (as code_f does), and the archive holds no task
-            of its `reference_kinds`.
+            kinds proposes about archived programs (as code_f does), and the archive holds no task of its
+            `reference_kinds`.
     """
     if not any(archive.sample([name], 1, random.Random(0)) for name in kinds):
         raise ValueError(

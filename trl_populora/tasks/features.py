@@ -175,8 +175,11 @@ class Features:
 
     def rarity(self, words: tuple[str, ...]) -> float:
         """
-        Computes 1 - frequency of the rarest feature of `words` among the last `window` accepted tasks; 0 without
-        features.
+        Computes how rare a task is: 1 minus the share of the last `window` accepted tasks that have the rarest of its
+        features. 0 if it has no feature.
+
+        Args:
+            words: The task's features.
         """
         # Early in a run fewer tasks were accepted than the window holds. The counts are divided by the whole window
         # all the same, so every feature seems rarer then.
@@ -200,8 +203,8 @@ class Features:
 
 def draw_evenly(tasks: Sequence[tuple[Task, tuple[str, ...]]], k: int, rng: random.Random) -> list[Task]:
     """
-    Draws tasks: each time a feature first, all equally likely, and then one of the tasks that have it. So tasks with
-    rare features come more often. A task may be drawn twice.
+    Draws tasks. For each, it first draws a feature, all equally likely, and then one of the tasks that have this
+    feature. So tasks with rare features come more often. A task may be drawn twice.
 
     Args:
         tasks: Tasks with their features. If no task has any, all tasks are equally likely.

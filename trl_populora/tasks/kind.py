@@ -237,7 +237,7 @@ class KindSettings:
     Args:
         inputs_per_function: Inputs that a code_f proposal must give (Absolute Zero Reasoner: 10).
         determinism_runs: How often a proposal runs, at least; all runs must agree (Absolute Zero Reasoner: 2).
-        prompt_style: One of `STYLES`, already chosen when kinds are configured.
+        prompt_style: One of `STYLES`. A run chooses it before it configures kinds; `check-kind` leaves it `None`.
         reading: One of `READINGS`. With `None` the style decides: strict for `"compact"`, tolerant for the others.
         prompt_texts: The user's own instructions. Keys are `"code_o/propose"` and so on.
 
@@ -272,7 +272,7 @@ class TaskKind(ABC):
     name: str
     # Names of the kinds whose archived tasks are shown to teachers as references.
     reference_kinds: tuple[str, ...] = ()
-    # Whether a proposal brings its program. If not, it is about the program of the first reference.
+    # Whether a proposal brings its own program. If not, it is about the program of the first reference.
     writes_program = True
     # Solved tasks that students may be shown, the most instructive first.
     shots: tuple[Shot, ...] = ()
@@ -300,7 +300,7 @@ class TaskKind(ABC):
     def write_proposal(self, task: Task) -> str:
         """
         Writes the completion that would have proposed `task`, for a reference that is shown as an earlier turn (style
-        `"turns"`). `""` leaves this turn out. Other styles do not ask, and a kind without this method shows references
+        `"turns"`). `""` leaves this turn out. Other styles do not call this method. A kind without it shows references
         within its prompt in every style.
         """
         return ""
@@ -349,14 +349,14 @@ class TaskKind(ABC):
     def chance(self, task: Task) -> float:
         """
         Estimates the share of attempts that guessing would get right, from 0 to 1. A task that students solve no more
-        often counts as unsolved (see `step/pay.py`). If this method raises, 0 is taken.
+        often than by guessing counts as unsolved (see `step/pay.py`). If this method raises, 0 is taken.
         """
         return 0.0
 
     def guesses(self, task: Task) -> list[Attempt]:
         """
         Returns answers of somebody who has not looked at the task, the same ones each time. The referee tries them. If
-        the share of right ones is higher than `chance`, it counts instead.
+        the share of right ones is higher than `chance`, this share counts instead of `chance`.
         """
         return []
 
@@ -415,7 +415,7 @@ def _warn_once(kind: str, method: str, error: str) -> None:
 
 # Names that no measure may have: they are columns of the archive, or metrics under `curriculum/`, already.
 _RESERVED = {*COLUMNS, "key", "match", "solve_rate", "coverage", "entropy", "features"}
-# Names of kinds and measures become parts of metrics, in which a slash separates the parts.
+# Names of kinds and measures become parts of the names of metrics, in which a slash separates the parts.
 NAME = re.compile(r"[\w.-]+")
 
 

@@ -3,8 +3,8 @@
     table [N] --expand_by_member--> table [M * N] with a column `member` --MemberSampler--> rows of a generation
 
 Row `m * N + i` of the expanded table is row i as seat m gets it. TRL's loop, reward functions and completion tables
-see the column `member` like any other column. A generation has rows for all seats, so that TRL's numbers hold whoever
-joins or leaves; the trainer drops the rows of empty seats.
+see the column `member` like any other column. A generation has rows for all seats, so that TRL's counts stay the same,
+whoever joins or leaves; the trainer drops the rows of empty seats.
 
 Shapes: N rows of the table, M seats.
 """
@@ -31,8 +31,9 @@ def has_prompts(table: Any) -> bool:
     Says whether a `train_dataset` makes a dataset run: it has a column `prompt`.
 
     Raises:
-        `ValueError`: If the table has a column `program`, too, or neither; the message names both formats and the
-            columns found.
+        `TypeError`: If the table is an `IterableDataset` that does not know its columns.
+        `ValueError`: If the table has splits, has both a column `prompt` and a column `program`, or has neither. The
+            message names what was found.
     """
     columns = getattr(table, "column_names", None)
     if isinstance(columns, dict):
@@ -62,7 +63,8 @@ def check_table(table: Any, field: str) -> None:
 
     Raises:
         `TypeError`: If it is no `datasets.Dataset`.
-        `ValueError`: If it is empty, has no column `prompt`, or has a column that the trainer fills, or images.
+        `ValueError`: If it is empty, has no column `prompt`, or has a column `member`, `image`, `images` or
+            `environment`.
     """
     if isinstance(table, IterableDataset):
         raise TypeError(
@@ -103,7 +105,7 @@ class MemberSampler(Sampler):
     on.
 
     Each seat's rows come in the order in which TRL's sampler gives them to a run of its member alone. On several
-    processes each gets an equal part of every seat's rows.
+    processes each process gets an equal part of every seat's rows.
 
     Args:
         streams: TRL's sampler of each seat. Seats with equal samplers get the same prompts.
@@ -116,7 +118,7 @@ class MemberSampler(Sampler):
         self.seats = range(len(self.streams)) if seats is None else seats
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes the next pass the one of an epoch, so that a resumed run sees the order that it would have seen."""
+        """Makes the next pass that of epoch `epoch`, so that a resumed run sees its rows in that epoch's order."""
         for stream in self.streams:
             if not stream.shuffle:
                 continue
@@ -144,9 +146,9 @@ class HalvingSampler(Sampler):
     those that stay get twice as many prompts in a generation, and a generation keeps its number of rows.
 
     Before the first halving all rows are those of [`MemberSampler`] with equal streams. After it a member gets several
-    of TRL's batches of prompts at once, and goes on with another pass over the table where one ends. The sampler does
-    not know who has stayed. So the trainer tells a row's member by the row's place in its generation, and not by the
-    seat that the row's index names.
+    of TRL's batches of prompts at once, and goes on with another pass over the table when a pass ends. The sampler
+    does not know who has stayed. So the trainer tells a row's member by the row's place in its generation, and not by
+    the seat that the row's index names.
 
     Args:
         stream: TRL's sampler, of all members.
@@ -160,7 +162,7 @@ class HalvingSampler(Sampler):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes the next pass the one of an epoch, which has as many generations as one of a run without halving."""
+        """Makes the next pass that of epoch `epoch`. An epoch has as many generations as in a run without halving."""
         self.epoch = epoch
 
     def count_shares(self, generation: int) -> int:

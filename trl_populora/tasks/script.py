@@ -25,9 +25,9 @@ from trl_populora.tasks.prompts import has_prompts
 
 logger = logging.getLogger(__name__)
 
-# What TRL's script knows by name. The last one is a function that makes a reward function.
+# The reward functions that TRL's script knows by name. The last name is a function that makes a reward function.
 TRL_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment")
-OVERLONG = {"max_completion_len": 1280, "soft_punish_cache": 256}  # the values of TRL's script
+OVERLONG = {"max_completion_len": 1280, "soft_punish_cache": 256}  # what TRL's script gives to the last one
 
 
 @dataclass
@@ -43,7 +43,7 @@ class PromptArguments(GRPOScriptArguments, DatasetMixtureConfig):
 
     def __post_init__(self) -> None:
         try:
-            super().__post_init__()  # makes objects of the entries
+            super().__post_init__()  # makes objects of the entries of `datasets`
         except TypeError as error:
             raise ValueError(f"`datasets` has an entry that cannot be read: {error}.") from error
         for name in ("dataset_streaming", "streaming"):
@@ -104,7 +104,7 @@ def find_reward_functions(asked: PromptArguments) -> list[str | Callable]:
         `ValueError`: If a name is none of TRL's, and no function of the user's own.
     """
     model = [asked.reward_model_name_or_path] if asked.reward_model_name_or_path else []
-    # YAML gives a text where no list is written.
+    # YAML gives a single text where the user writes no list.
     names = [asked.reward_funcs] if isinstance(asked.reward_funcs, str) else asked.reward_funcs or ()
     return [*model, *map(_find_reward, names)]
 

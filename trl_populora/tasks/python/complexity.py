@@ -1,8 +1,7 @@
 """Complexity: how demanding a program is, and how many shapes of programs a run has seen.
 
-These are the figures of the paper's curriculum (arXiv 2605.16727). Programs are read with the standard
-library's `ast`. Packages for this do not fit: radon is dormant, mccabe gives one of the four measures, and complexipy
-none.
+These are the figures of the paper's curriculum (arXiv 2605.16727). Programs are read with the standard library's
+`ast`. Other packages do not fit: radon is dormant, mccabe gives one of the four measures, and complexipy none.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ def hash_shape(tree: ast.Module) -> str:
     The shape is how statements are nested, and for each statement the *set* of expression types, operators, attributes
     and unbound names (such as builtins) in it. Names that the program binds, constants, the order of operands and
     repetition within a statement make no other shape. A whole tree would say nothing: nearly every program has
-    another.
+    another tree.
     """
     bound = {name for node in ast.walk(tree) for name in list_bound_names(node)}
     parts: list[str] = []
@@ -137,8 +136,7 @@ def _describe(block: ast.AST, bound: set[str]) -> tuple[set[str], list[ast.AST]]
 
 class Coverage:
     """
-    Counts of the shapes of the programs of all tasks that an archive ever took in, and the normal forms of these
-    programs.
+    Counts the shapes of programs, and keeps their normal forms, over all tasks that an archive ever took in.
 
     Unlike the archive, which has a cap, it forgets nothing. Adding a program takes the same time however many there
     are.

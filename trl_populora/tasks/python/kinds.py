@@ -37,10 +37,10 @@ class CodeKind(TaskKind):
 
     # AZR's prompt budget of 6144 tokens holds 6 references of about this size.
     max_program_chars = 3000
-    # Of one input or output, as a literal. AZR cuts outputs at this length, and takes the cut text as the right
-    # answer.
+    # Limit of one input or output, written as a literal. AZR cuts outputs at this length, and takes the cut text as
+    # the right answer.
     max_value_chars = 400
-    # Ten times the longest output. Longer answers are malformed, not merely wrong.
+    # Limit of an answer: ten times that of an output. Longer answers are malformed, not merely wrong.
     max_answer_chars = 4000
     determinism_runs = KindSettings.determinism_runs
     measures = complexity.PROGRAM_MEASURES
@@ -85,7 +85,7 @@ class CodeKind(TaskKind):
 
     def read_program(self, text: str) -> str:
         """
-        Checks a program's size and syntax, and that it defines `f`. Returns it without blanks at its end.
+        Checks a program's size and syntax, and that it defines `f`. Returns the program without blanks at its end.
 
         Raises:
             `ProgramError`: If it fails a check.
@@ -271,7 +271,7 @@ class CodeO(ProgramWithInput):
         return attempt.well_formed and self.is_same(attempt.answer, task.outputs[0])
 
 
-GUESSES = 8  # as many as attempts at a task, by default: so the share of right guesses has the same steps of 1/8
+GUESSES = 8  # as many as attempts at a task, by default, so that both shares of right answers have steps of 1/8
 
 
 class CodeI(ProgramWithInput):
@@ -297,8 +297,8 @@ class CodeI(ProgramWithInput):
 
     def guesses(self, task: Task) -> list[Attempt]:
         """
-        Returns random inputs of the same form as the teacher's. Some programs give their output for one input in four,
-        say. These guesses find that out.
+        Returns random inputs of the same form as the teacher's. They find programs that give the shown output for many
+        inputs, say one in four.
         """
         # Seeded by the task, so that every rank and every run tries the same inputs.
         rng = random.Random(task.task_id)
@@ -339,7 +339,7 @@ class CodeF(CodeKind):
     reference_kinds = ("code_o", "code_i")
     writes_program = False
     shots = prompts.CODE_F
-    max_message_chars = 400  # as long as an output may be
+    max_message_chars = 400  # as many as an output may have
     max_message_lines = 2
 
     def __init__(self, inputs_per_task: int = 10):
@@ -499,7 +499,7 @@ def _is_constant(outputs: Sequence[str]) -> bool:
 
 
 def _vary_hidden(pairs: list[tuple[str, str]], visible: int) -> None:
-    """Exchanges a hidden pair for a visible one if there are several and their outputs are equal. Changes `pairs`."""
+    """Exchanges a hidden pair for a visible one with another output, if all of several hidden outputs are equal."""
     hidden = [output for _, output in pairs[visible:]]
     if len(hidden) == 1 or not _is_constant(hidden):
         return
@@ -513,7 +513,8 @@ def _vary_hidden(pairs: list[tuple[str, str]], visible: int) -> None:
 # Guesses: the answers of somebody who sees only which form an input has.
 
 
-# Values and characters of one guess. Without this bound a guess may double in size with every level of nested lists.
+# Most values and characters of one guess. Without this bound a guess may double in size with every level of nested
+# lists.
 MAX_SIZE = 2000
 
 

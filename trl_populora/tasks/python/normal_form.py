@@ -38,7 +38,7 @@ _DECIDED = (ast.Constant, ast.BoolOp, ast.boolop, ast.UnaryOp, ast.Not, ast.USub
 # which are written as keys.
 _UNWRITTEN = {"annotation", "ctx", "kind", "returns", "simple", "type_comment", "type_ignores"}
 _UNWRITTEN |= {"arg", "asname", "attr", "id", "name", "rest"}
-# Methods that change their object: a mutable type has them, and no immutable type does.
+# Methods that change their object: those of mutable types that no immutable type has, and five others.
 _CHANGING = {name for kind in (list, dict, set, bytearray, deque) for name in dir(kind)}.difference(
     *map(dir, (tuple, bytes, frozenset, MappingProxyType))
 ) | {"move_to_end", "seek", "send", "subtract", "write"}
@@ -140,7 +140,7 @@ class _Program:
             visited.append((node, scope, statement))
             of_class = isinstance(statement.holder.node, ast.ClassDef)
             for name in list_bound_or_imported(node):
-                # The sandbox calls `f` by its name, so this one name may not be numbered.
+                # The sandbox calls `f` by its name, so this one name is not replaced by a number.
                 fixed = name == FUNCTION and scope is module
                 key = name if fixed else f".{name}" if of_class else (statement.holder, id(scope), name)
                 scope.maps[0].setdefault(name, key)
@@ -180,7 +180,7 @@ class _Program:
             self._note_call(node, scope, statement)
         of_class = isinstance(holder.node, ast.ClassDef) and isinstance(node, ast.stmt)
         ends = isinstance(node, _ENDS) or "*" in said or (self.catches and isinstance(node, (ast.Raise, ast.Assert)))
-        # With a class lives everything in its body but methods and inner classes, which live when they are named.
+        # When a class lives, all in its body lives but methods and inner classes: these live when they are named.
         # `__init__` and the like live with the class, because Python itself calls them.
         if ends or (of_class and getattr(node, "name", "__").startswith("__")):
             holder.waiting.append(statement)
@@ -191,7 +191,7 @@ class _Program:
             statement.find_around(_TRIES).waiting.append(statement)
 
     def _note_call(self, call: ast.Call, scope: Any, statement: _Statement) -> None:
-        """Notes what a call changes, and that the parameters of a function of the program may hold its arguments."""
+        """Notes what a call changes, and that a called function's parameters may hold the arguments of the call."""
         name = getattr(call.func, "attr", getattr(call.func, "id", ""))
         receiver = [call.func.value] if isinstance(call.func, ast.Attribute) else []
         for changed in receiver if name in _CHANGING else call.args[:1] if name in _CHANGING_FIRST else []:
@@ -237,8 +237,8 @@ class _Program:
 
     def list_fields(self, node: Any) -> Iterator[list[Any]]:
         """
-        Yields the fields of a node that count, each as a list. Statements that control cannot reach are left out, and
-        once it is known what lives, so are dead statements, dead targets and unused imports.
+        Yields the fields of a node that count, each as a list. Statements that control cannot reach are left out.
+        After `_spread`, dead statements, dead targets and unused imports are left out, too.
         """
         for field in [each for each in node._fields if each not in _UNWRITTEN]:
             values = value if isinstance(value := getattr(node, field, None), list) else [value]

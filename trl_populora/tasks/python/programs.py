@@ -21,11 +21,11 @@ from trl_populora.tasks.kind import Reject
 MAX_PROGRAM_CHARS = 8000
 # In brackets that do not close as they should the parser may take time exponential in their depth.
 MAX_BRACKET_DEPTH = 20
-# Tokens in a row, summed over all open brackets. A comma ends a row, and so does the end of a line outside of
+# Most tokens in a row, summed over all open brackets. A comma ends a row, and so does the end of a line outside of
 # brackets. Each token may be a level of the tree: `----1`, `a.b.c`.
 MAX_CHAIN = 200
 FUNCTION = "f"
-# A filter of `warnings`. `ast.parse` calls the file of a parsed text `<unknown>`.
+# A filter of `warnings` for parsed texts, whose file `ast.parse` calls `<unknown>`.
 _OF_PARSED_TEXT = ("ignore", None, Warning, re.compile("<unknown>"), 0)
 
 
@@ -111,7 +111,7 @@ def _scan(program: str) -> None:
     """
     chains = [0]  # tokens of the row so far: outside of brackets, then for every open bracket
     chained = 0  # the sum of `chains`
-    nested = 0  # `elif` and `lambda`, which nest the tree across commas and lines
+    nested = 0  # number of `elif` and `lambda`, which nest the tree across commas and lines
     for match in _TOKEN.finditer(program):
         if match["blank"] is not None:
             continue
@@ -194,7 +194,7 @@ def list_bound_or_imported(node: ast.AST) -> tuple[str, ...]:
 
 
 def drop_docstrings(body: list) -> list:
-    """Leaves out the statements of a body that are bare constants: docstrings, `...`, stray literals."""
+    """Returns a body without the statements that are bare constants: docstrings, `...`, stray literals."""
     return [node for node in body if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))]
 
 
@@ -222,7 +222,7 @@ def _cut_body(program: str) -> str:
     """
     try:
         tree = parse_bounded(program)
-    except ProgramError:  # a known program that came from a user's table
+    except ProgramError:  # a program from a user's table may be any text
         return ""
     body: list[ast.stmt] = []
     for node in tree.body:

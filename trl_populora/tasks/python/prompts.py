@@ -198,7 +198,7 @@ def ask(content: str) -> list[dict[str, str]]:
 
 
 def ask_compactly(first_line: str, blocks: Iterable[str]) -> list[dict[str, str]]:
-    """Makes a conversation in the style `compact`: a first line, then blocks. All of them end in a newline."""
+    """Makes a conversation in the style `compact`: a first line, then blocks, each with a newline after it."""
     return ask("".join(f"{line}\n" for line in (first_line, *blocks)))
 
 
@@ -238,7 +238,7 @@ def show_before(asked: Sequence[list[dict[str, str]]], answers: Sequence[str]) -
 
     Args:
         asked: A conversation per question.
-        answers: One text less: the answers to all questions but the last.
+        answers: The answers to all questions but the last one.
     """
     turns = []
     for messages, answer in zip(asked, [*answers, None], strict=True):
@@ -259,8 +259,8 @@ def check_style(style: str) -> None:
 
 # Solved tasks that students may be shown first, by the option `shots`.
 #
-# The answers have no reasoning. A 135M model that was shown a line of it rambled and forgot to answer: 1 of 16 answers
-# could be read. Models that reason by themselves are large enough to need no examples.
+# The answers have no reasoning. A 135M model that was shown a line of reasoning rambled and forgot to answer: 1 of 16
+# answers could be read. Models that reason by themselves are large enough to need no examples.
 
 
 _REVERSE = """\

@@ -2,8 +2,8 @@
 
 Both readers first drop the thinking. The strict reader wants this format, and guesses nothing:
 
-* A block begins with a line of three backticks and its name. It ends with a line of three backticks. Blanks may
-  follow.
+* A block begins with a line of three backticks and its name. It ends with a line of three backticks. Either line
+  may end in blanks.
 * The expected blocks stand once each, in order. Text around them is ignored.
 * No other line outside of a block starts with three backticks, not even behind blanks. No line inside of a block
   starts with three backticks and a name.
@@ -23,7 +23,7 @@ _FENCE = "```"
 
 
 class FormatError(ValueError):
-    """An error: a text does not hold the expected blocks, or never closes its thinking."""
+    """Raised for a text that does not hold the expected blocks, or never closes its thinking."""
 
 
 def strip_thinking(text: str) -> str:
@@ -125,13 +125,13 @@ ALIASES = {
     "message": ("message", "hint"),
 }
 _PLAIN = ("", "text", "txt", "plaintext")
-# Names of blocks that are taken for the wanted one if no block has one of its aliases.
+# If no block has one of the aliases of a wanted name, blocks with these names are taken for it.
 STAND_INS = {"python": ("",), "message": _PLAIN} | dict.fromkeys(
     ("input", "output", "inputs"), (*_PLAIN, "json", *ALIASES["python"])
 )
 
 _VALUES = {*ALIASES["input"], *ALIASES["output"]}
-# The name of a block without a name that stands for nothing.
+# The name given to a block that has none and that may not stand for a wanted block.
 _UNSURE = "(unsure)"
 
 _MARKS = "(`{3,}|~{3,})"
