@@ -34,6 +34,13 @@ def test_arguments_that_are_no_tuple_are_refused(sandbox, given):
         make_task("code_o", "def f(*a):\n    return len(a)", [given], sandbox=sandbox)
 
 
+@pytest.mark.parametrize(("kind", "calls"), [("code_o", 0), ("code_o", 2), ("code_i", 0), ("code_f", 1)])
+def test_another_number_of_calls_than_the_kind_has_is_refused(sandbox, kind, calls):
+    wanted = "at least two calls" if kind == "code_f" else "one call"
+    with pytest.raises(ValueError, match=f"kind '{kind}' has {wanted}, and `inputs` holds {calls}"):
+        make_task(kind, KEYS, [({}, 1)] * calls, sandbox=sandbox)
+
+
 @pytest.mark.parametrize(
     ("program", "reason"),
     [("def f(x) return x", "SyntaxError"), ("def g(x): return x", "no function 'f'"), (KEYS, "missing 1 required")],

@@ -135,7 +135,8 @@ class Task:
         for column, (wanted, required) in COLUMNS.items():
             # A parquet table has every column in every row; there an absent value is `None`.
             value = record.get(column)
-            if value is None:
+            # An empty program has no name to call, and without a pair of input and output nothing can be asked.
+            if value is None or (required and not value):
                 if required:
                     raise ValueError(
                         f"{where}: column `{column}` is missing or empty; a task needs {wanted}. "
@@ -450,7 +451,7 @@ def check_measures(kind: str, where: str, names: Iterable[str]) -> None:
         `ValueError`: If a name is taken, or is no single word.
     """
     for name in names:
-        if name in _RESERVED:
+        if isinstance(name, str) and name in _RESERVED:
             raise ValueError(
                 f"task kind {kind!r}: `{where}` calls a measure {name!r}, which has a meaning already. "
                 "Give it another name."

@@ -591,8 +591,8 @@ def make_task(
 
     Raises:
         `TypeError`: If the arguments of a call are no tuple or list.
-        `ValueError`: If an argument is no plain data or too large, if the program fails, or if two runs of it give
-            different outputs.
+        `ValueError`: If the kind wants another number of calls, if an argument is no plain data or too large, if the
+            program fails, or if two runs of it give different outputs.
         `RuntimeError`: If no sandbox is given, and none can be started here.
     """
     for arguments in inputs:
@@ -601,6 +601,10 @@ def make_task(
                 f"`inputs` holds a tuple of arguments for each call, got {arguments!r:.80}; write "
                 f"`({arguments!r:.80},)` for a call with one."
             )
+    if kind in (CodeO.name, CodeI.name) and len(inputs) != 1:
+        raise ValueError(f"a task of kind {kind!r} has one call, and `inputs` holds {len(inputs)}.")
+    if kind == CodeF.name and len(inputs) < 2:
+        raise ValueError(f"a task of kind {kind!r} has at least two calls, and `inputs` holds {len(inputs)}.")
     texts = tuple(values.encode(tuple(arguments), ordered=True) for arguments in inputs)
     job = Job(program, texts, runs=2)
     if sandbox is None:
