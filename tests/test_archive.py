@@ -255,8 +255,6 @@ ROW = make(1).to_record()
     ("change", "complaint"),
     [
         ({"program": None}, "row 1: column `program` is missing or empty"),
-        ({"program": ""}, "row 1: column `program` is missing or empty"),
-        ({"inputs": [], "outputs": []}, "row 1: column `inputs` is missing or empty"),
         ({"program": 3}, "row 1: column `program` must be a string, got int 3"),
         ({"kind": ["code_o"]}, "row 1: column `kind` must be a string, got list"),
         ({"inputs": "3"}, "row 1: column `inputs` must be a list of strings, got str '3'"),

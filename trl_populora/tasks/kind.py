@@ -135,8 +135,7 @@ class Task:
         for column, (wanted, required) in COLUMNS.items():
             # A parquet table has every column in every row; there an absent value is `None`.
             value = record.get(column)
-            # An empty program has no name to call, and without a pair of input and output nothing can be asked.
-            if value is None or (required and not value):
+            if value is None:
                 if required:
                     raise ValueError(
                         f"{where}: column `{column}` is missing or empty; a task needs {wanted}. "
