@@ -1,7 +1,8 @@
 """A sweep of eight learning rates: one dataset run of eight members against eight runs of stock TRL, one by one.
 
     python benchmarks/sweep.py                          # the embedded base
-    python benchmarks/sweep.py --model models/SmolLM2-135M-Instruct --steps 1 --repeats 1    # a pretrained base, bf16
+    python benchmarks/sweep.py --model models/SmolLM2-135M-Instruct --steps 1 --repeats 1    # a pretrained base, bf16;
+                                                        # `--dtype float32` where the CPU has no instructions for it
     python benchmarks/sweep.py --vllm --stock-runs 2    # an engine of vLLM for each run
     python benchmarks/sweep.py --gpu --model Qwen/Qwen2.5-0.5B-Instruct
     python benchmarks/sweep.py --small                  # walks through; its figures mean nothing
