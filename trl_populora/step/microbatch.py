@@ -1,6 +1,6 @@
 """Update: which rows of a step are computed together, how they enter the model, and what the loss says of them.
 
-    rows of a step [R, P + C] --plan_micro_batches--> packs --cut--> micro-batches [B, P' + C'], B, P', C' of their own
+    rows of a step [R, P + C] --plan_micro_batches--> packs --cut--> micro-batches [B, P' + C'], of unequal sizes
 
 A step's rows are dealt once, by [`plan_micro_batches`], as soon as their advantages are known. At most one micro-batch
 holds rows of both roles; a single agent's rows count as one role. In a micro-batch the rows of a member stand side by
@@ -327,13 +327,13 @@ def trim(batch: Batch, multiple: int = 1) -> Batch:
 
 
 def measure_padding(batches: Sequence[Batch]) -> float:
-    """The share of the tokens of all forwards that is padding."""
+    """Measures which share of the tokens of all forwards is padding."""
     layouts = [read_layout(batch) for batch in batches]
     return 1 - sum(layout.used for layout in layouts) / sum(layout.grid for layout in layouts)
 
 
 def measure_shared(batches: Sequence[Batch]) -> float:
-    """The share of the tokens of live rows that is not computed, because rows with one prompt share it."""
+    """Measures which share of the tokens of live rows is not computed, because rows share a prompt."""
     tokens = sum(sum(map(sum, _lengths(batch))) for batch in batches)
     return 1 - sum(read_layout(batch).used for batch in batches) / max(1, tokens)
 
@@ -483,7 +483,7 @@ class Layout:
             model: The model, which `compute` calls.
             ids, mask: The micro-batch, `[B, P + C]`.
             length: C.
-            sharing: How the model takes branches; needed where a prompt is shared.
+            sharing: How the model takes rows with a shared prompt; needed if the layout has branches.
         """
         with score_labels_alone():
             if self.branches and sharing is not None:
@@ -630,7 +630,7 @@ def lay_out(
     )
 
 
-# What TRL tells of vLLM's samples, over the rows that are computed.
+# TRL's figures about vLLM's samples, taken over the computed rows alone.
 
 
 def measure_sampling(output: Batch) -> dict[str, float]:

@@ -87,7 +87,7 @@ def play_step(game: Game, done: int, reward: Reward) -> Played:
 
     Args:
         game: The players and the rules.
-        done: Optimizer steps before this one. Files and metrics call this one step `done + 1`.
+        done: Optimizer steps so far. Files and metrics give this step the number `done + 1`.
         reward: Gives the rewards of the step's rows. The trainer's asks TRL's reward functions.
 
     Returns:
@@ -207,7 +207,8 @@ def _verify(game: Game, slots: Sequence[Slot], step: int, rng: random.Random) ->
         replace(outcome, author=slot.match.teacher, step=step) if isinstance(outcome, Task) else outcome
         for (slot, _), outcome in zip(proposed, judged, strict=True)
     ]
-    # A user's own kind might name other features on another rank, so the rank of the author names them for all.
+    # A user's own kind might name other features on another rank. So only the rank that holds a proposal names its
+    # features, and the other ranks get them from there.
     named = [
         (outcome, name_features(game.referee.kinds[outcome.kind], outcome) if isinstance(outcome, Task) else ())
         for outcome in found
