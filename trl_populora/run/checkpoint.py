@@ -94,7 +94,10 @@ def choose_checkpoint(wanted: str | bool | None, output_dir: str) -> str | None:
 
 
 def name_backend(accelerator: Accelerator) -> str:
-    """Names what decides in which form optimizer state is saved. One process and DDP save it alike."""
+    """
+    Names the backend, which decides in which form optimizer state is saved: `"DDP"` (also for one process), `"FSDP"`
+    or `"ZeRO-<stage>"`.
+    """
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return f"ZeRO-{accelerator.state.deepspeed_plugin.zero_stage}"
     return "FSDP" if accelerator.distributed_type == DistributedType.FSDP else "DDP"
@@ -410,7 +413,10 @@ def load_members(directory: str, model: torch.nn.Module, population: Population,
 
 
 def _take_membership(root: Path, population: Population) -> None:
-    """Lets a population of students have the members of a checkpoint: some may have joined or left since its start."""
+    """
+    Gives a population without teachers the members of a checkpoint, because members may have joined or left since the
+    run began.
+    """
     state = read_json(root / "game.json").get("population", {})
     seats = state.get("seats", len(population.adapters))
     if seats != len(population.adapters):
@@ -505,10 +511,10 @@ def load_game(
 
 def _check_archive(root: Path, game: Game, longer: bool) -> None:
     """
-    Checks that no task of a checkpoint's archive is held out. With `longer` completions than the saved run's, tasks
-    that fit no more are left out.
+    Checks that no task of a checkpoint's archive is held out. If `longer`, completions may be longer than in the saved
+    run; then archived tasks whose prompts no longer fit are left out.
     """
-    # The trainer has checked the given tasks, but these took their place.
+    # The trainer has checked the given tasks, but the checkpoint's tasks have taken their place.
     if shared := [task for task in game.archive if task in game.referee.held_out]:
         raise ValueError(
             f"{root} has {len(shared)} of its {len(game.archive)} archived tasks in common with `eval_dataset`, so a "
