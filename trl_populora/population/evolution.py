@@ -107,7 +107,7 @@ class Breeding:
         tournament_size: Survivors drawn for each parent. The fittest of them is the parent.
         mutations, crossovers: Weights of the operators, see [`read_mixture`].
         mutation_strength: Strength of mutations. Crossovers have strength 1.
-        hyperparameter_noise: s, see [`inherit`].
+        hyperparameter_noise: The `noise` of [`inherit`].
         seed: Decides every random choice, together with the step.
         roles: Roles that evolve.
 
