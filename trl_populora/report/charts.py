@@ -146,7 +146,7 @@ def _count_window(run: Run) -> int:
 
 
 def plot_smoothed(axis: Axes, run: Run, key: str, **style: Any) -> None:
-    """Draws the running mean of a metric and, if it smooths at all, behind it a faint line of the measured values."""
+    """Draws the running mean of a metric. If it covers several steps, a faint line behind it has the values."""
     steps, values = run.series(key)
     if _count_window(run) > 1:
         axis.plot(steps, values, color=style["color"], linewidth=0.7, alpha=0.35, zorder=1)
@@ -494,7 +494,7 @@ def draw_lineage(figure: Figure, run: Run) -> None:
     if not run.game:
         axis.set_xlabel("optimizer step")
     axis.set_xlim(0, max(end, 1) * 1.02)
-    # Lines without points give the legend its entries: every drawn line would be an entry of its own.
+    # The legend's entries are lines without points. With the drawn lines it would have an entry for each of them.
     handles = [axis.plot([], [], color=COLORS[role], linewidth=5, alpha=0.45)[0] for role in roles]
     labels = [f"{role}'s life" for role in roles] if run.game else ["a member's life"]
     if run.lineage:
@@ -505,14 +505,14 @@ def draw_lineage(figure: Figure, run: Run) -> None:
 
 def _place_lives(run: Run, names: Sequence[str], end: int) -> tuple[list[list[str]], dict[str, list[tuple[int, int]]]]:
     """
-    Finds for each line of the lineage the seats of the child, or of who leaves, and of the parents; and for each seat
-    the first and last steps of all who lived there.
+    Finds two things. For each line of the lineage: the seat of the child (or of the member that leaves), then the
+    seats of the parents. For each seat: the first and the last step of each member that held it.
     """
-    seats: dict[str, str] = {}  # of members that have another name than their seat
+    seats: dict[str, str] = {}  # seats by members' names, where the two differ
     places: list[list[str]] = []
     changes: dict[str, list[dict]] = {name: [] for name in names}
     for event in run.lineage:
-        # They are told as `name@version`.
+        # Children, those who leave, and parents are told as `name@version`.
         told = [event["child"] or event["replaced"]["member"], *(parent["member"] for parent in event["parents"])]
         who = [each.partition("@")[0] for each in told]
         if "seat" in event:

@@ -154,7 +154,7 @@ def _write_end(run: Run, samples: Sequence[Any], way: str | None) -> str:
 
 
 def _write_answers(answers: Answers) -> str:
-    """Writes a prompt with what each member answered to it."""
+    """Writes a prompt of a dataset run, and below it each member's answer with its reward."""
     prompt = answers[0]["prompt"]
     parts = [_write_text(prompt)]
     for row in answers:
@@ -263,8 +263,8 @@ def _write_change_table(header: Sequence[str], rows: Sequence[Change]) -> str:
 
 def _write_members(run: Run) -> str:
     """Writes the table of members."""
-    # Names and newest ratings come from the metrics, because `population.json` may not be written yet.
-    # Metrics go by seats. A seat may have another name than its member, or be empty.
+    # Names and newest ratings come from the metrics, because `population.json` may not be written yet. Metrics
+    # have the names of seats. A seat may have another name than its member, or be empty.
     known = {member.get("seat", member["name"]): member for member in run.population.get("members", [])}
     figures = ("mu", "sigma") if run.game else ("mu", "sigma", "reward")
     members = [

@@ -199,7 +199,7 @@ def format_value(value: float | None, form: Form, sign: bool = False) -> str:
 
 # These columns hold words and are aligned to the left, the others to the right.
 WORDS = ("member", "made by", "parents")
-# The members' field by which the best one is chosen, by `best_student_by`. It is the rating otherwise.
+# For a value of `best_student_by`, the field of a member that puts the best first. For all other values it is `mu`.
 FIGURES = {"reward on eval_dataset": "eval_reward", "reward": "reward"}
 
 
@@ -223,7 +223,7 @@ def list_members(population: Mapping[str, Any], members: Iterable[Mapping[str, A
 
     Args:
         population: Contents of `population.json`; empty while there is none.
-        members: Members as there, if others than these are shown. `name`, `role`, `mu` and `sigma` are enough.
+        members: The members to show, if not those of `population`. They need only `name`, `role`, `mu` and `sigma`.
     """
     shown = [*(population.get("members", []) if members is None else members)]
     answers = any("reward" in member for member in shown)
