@@ -32,7 +32,7 @@ from trl_populora.errors import describe_error, end_with, say_how_to_install
 
 @dataclass
 class TrainArguments:
-    """Options of a training command beside those of trainer and model."""
+    """Options of a training command: its tasks, and the checkpoint to go on from."""
 
     _argument_group_name = "This command"
     seed_tasks: str | None = field(
@@ -314,7 +314,7 @@ def crossplay(arguments: Sequence[str]) -> None:
         check_outputs({"tasks": rows}, contest.referee, contest.player)
         payoff = contest.play(options.proposals, options.attempts, options.seed)
         if options.tasks is not None:
-            # The archive drops duplicates.
+            # An archive of the tasks is made, because it drops duplicates.
             given = list(TaskArchive.from_dataset(task.to_record() for task in rows))
             payoff.given = contest.score([*contest.teachers, *contest.students], given, options.attempts)
     _say(f"Cross-play written to {write_payoff(payoff.rename(contest.names), options.out)}.")
@@ -382,7 +382,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if (here := os.getcwd()) not in sys.path:
             sys.path.append(here)
         COMMANDS[command](given[1:])
-    except KeyboardInterrupt as stop:  # a training that has begun has said how to resume it
+    except KeyboardInterrupt as stop:  # a training has already said how to resume it
         raise SystemExit(128 + signal.SIGINT) from stop
     except Exception as error:
         sentence = describe_error(error)
@@ -412,7 +412,7 @@ def _parse(options: type, command: str, arguments: Sequence[str]) -> tuple:
     place = first.upper().removesuffix("S") + (" ..." if many else "")
     place = f"[{place}]" if default is None else place
     given = list(arguments)
-    if given and not given[0].startswith("-"):  # by position
+    if given and not given[0].startswith("-"):  # the first option stands without its name
         given[:0] = ["--" + first]
     usage = f"populora {command} {place} [--option value ...]"
     about: dict[str, typing.Any] = {
@@ -434,7 +434,7 @@ def _parse(options: type, command: str, arguments: Sequence[str]) -> tuple:
 
 
 def _parse_known(parser: typing.Any, command: str, arguments: Sequence[str]) -> tuple:
-    """Parses with TRL's parser, and refuses unknown options in words of its own."""
+    """Parses with TRL's parser. Refuses an unknown option with an error that names the option most like it."""
     *options, unknown = parser.parse_args_and_config(list(arguments), return_remaining_strings=True)
     if unknown:
         known = [option for action in parser._actions for option in action.option_strings]

@@ -204,7 +204,7 @@ def read_list(name: str, values: Sequence[Any], members: int) -> list[Any]:
 
 
 def _read_number(text: str) -> Any:
-    """Turns a text into a number if it is one."""
+    """Turns a text that reads as a number into this number. Returns any other text as it is."""
     for kind in (int, float):
         try:
             return kind(text)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 # matplotlib is imported inside functions: `import trl_populora.report.charts` works without it, and is quick.
-Draw = Callable[["Figure", Run], None]  # paints into a figure or a part of one
+Draw = Callable[["Figure", Run], None]  # draws a run into a figure, or into a part of one
 
 # Mostly the palette of Okabe and Ito, which colour-blind people can tell apart. A role has one colour in all pictures.
 COLORS = {"teacher": "#D55E00", "student": "#0072B2"}
@@ -97,7 +97,7 @@ def choose_line_style(index: int) -> dict[str, Any]:
 
 
 def mark_births(axis: Axes, run: Run, label: bool = True) -> None:
-    """Draws a dotted vertical line at each step with births."""
+    """Draws a dotted vertical line at each step of `Run.births`."""
     for index, step in enumerate(run.births):
         # Only the first line has a label: the legend names each label once.
         text = "evolution" if label and not index else None
@@ -293,7 +293,7 @@ def draw_solve_rates(axis: Axes, run: Run) -> None:
 
 @on_one_axis
 def draw_rewards(axis: Axes, run: Run) -> None:
-    """Draws the mean reward of teachers and of students."""
+    """Draws the mean of the built-in reward of teachers, and of that of students."""
     for role, color in COLORS.items():
         label = f"{role}s, mean of the step"
         plot_smoothed(axis, run, f"rewards/{role}_reward/mean", color=color, linewidth=2, label=label)
@@ -461,7 +461,7 @@ def draw_matches(figure: Figure, run: Run) -> None:
 
 
 def draw_lineage(figure: Figure, run: Run) -> None:
-    """Draws a bar per seat, whose shade changes with each life, and arrows from parents to children."""
+    """Draws a bar per seat, with a change of shade for each member in it, and arrows from parents to children."""
     axis = figure.subplots()
     names = run.members("teacher") + run.members("student")
     roles = [role for role in COLORS if run.members(role)]
@@ -471,7 +471,7 @@ def draw_lineage(figure: Figure, run: Run) -> None:
     for name in names:
         color = COLORS["teacher" if name in run.members("teacher") else "student"]
         for number, life in enumerate(lives[name]):
-            # Neighbouring lives differ in shade.
+            # Two members that follow each other in a seat differ in shade.
             axis.plot(life, [height[name]] * 2, color=color, linewidth=5, alpha=0.9 if number % 2 else 0.45)
     for event, (child, *parents) in zip(run.lineage, places, strict=True):
         for parent in parents:
@@ -540,7 +540,7 @@ PROMPT_PHASE_COLORS = {"generate": "#0072B2", "reward": "#009E73", "update": "#E
 
 
 def format_seconds(value: float) -> str:
-    """Formats seconds for a legend, with two digits below 10."""
+    """Formats seconds for a legend: whole from 10 on, with two significant digits below."""
     if value < 0.01:
         return "< 0.01"
     return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
@@ -554,7 +554,7 @@ def draw_times(axis: Axes, run: Run) -> None:
     values = [[entry.get(f"time/{phase}") or 0.0 for entry in run.history] for phase in colors]
     means = [sum(series) / len(series) for series in values]
     labels = [f"{phase} ({format_seconds(mean)} s)" for phase, mean in zip(colors, means, strict=True)]
-    # A bar covers the steps since the log before it (`logging_steps`).
+    # All bars are as wide as the shortest distance between two logs, so none covers another (`logging_steps`).
     width = min((later - step for step, later in pairwise(steps)), default=1)
     bottom = [0.0] * len(steps)
     for series, label, color in zip(values, labels, colors.values(), strict=True):

@@ -2,7 +2,7 @@
 
 metrics.jsonl, times.jsonl --> history (one dictionary per logged step), evaluations
 rollouts/step_*.parquet    --> rows (one dictionary per proposal or attempt), samples with their texts
-lineage.jsonl              --> births
+lineage.jsonl              --> births, and who joined or left
 population.json            --> settings and members
 """
 
@@ -38,7 +38,7 @@ class Run:
         history: Metrics and seconds per logged step, oldest first. With `num_iterations` above 1 some steps have no
             metrics of a game.
         rows: Proposals and attempts, each with `file`, `row` and the keys in `ROW_COLUMNS` that its file has.
-        lineage: Births, oldest first.
+        lineage: Births, and in a dataset run who joined or left; oldest first.
         population: Contents of `population.json`; empty while there is none.
         evaluations: Metrics and seconds of each evaluation on held-out tasks, oldest first.
     """
@@ -57,7 +57,7 @@ class Run:
 
     @property
     def game(self) -> bool:
-        """Whether it is a game, and no dataset run."""
+        """Whether the run is a game, and no dataset run."""
         return not any(ANSWERED in entry for entry in self.history)
 
     @property
@@ -178,7 +178,7 @@ class Run:
 
     @property
     def births(self) -> list[int]:
-        """Steps at which a member was replaced."""
+        """Steps at which a member was replaced, or in a dataset run joined or left."""
         return sorted({event["step"] for event in self.lineage})
 
 
@@ -306,7 +306,7 @@ def _read_rollouts(root: Path, columns: Sequence[str], last: int = 0) -> list[di
 Sample = tuple[dict[str, Any], list[dict[str, Any]]]  # a proposal and the attempts at it
 
 
-Answers = list[dict[str, Any]]  # to one prompt of a dataset, the best first
+Answers = list[dict[str, Any]]  # the members' answers to one prompt of a dataset, the best first
 
 
 def load_answers(run: str | Path, number: int = 8) -> list[Answers]:
@@ -341,7 +341,7 @@ def load_samples(run: str | Path, number: int = 8) -> list[Sample]:
     """
     proposals, attempts = _collect_proposals(Path(run), last=4)
     valid = sorted((row for row in proposals if row["valid"]), key=lambda row: row["solve_rate"])
-    # Evenly from the hardest to the easiest.
+    # The chosen ones are spread evenly from the hardest task to the easiest.
     count = min(len(valid), number * 3 // 4)
     chosen = [valid[place * (len(valid) - 1) // max(1, count - 1)] for place in range(count)]
     chosen += [row for row in proposals if not row["valid"]][: number - len(chosen)]

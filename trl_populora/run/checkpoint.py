@@ -8,7 +8,8 @@ The HF `Trainer` writes optimizer, scheduler, generators and `trainer_state.json
     archive.parquet       the task archive, which only the game has
     tokenizer.json, ...   the tokenizer
     game.json             state of the population. In the game: of the matchmaker and the features, coverage of the
-                          archive, held-out scores if there are any. In a dataset run: scores, and state of halving
+                          archive, held-out scores if there are any. In a dataset run: the members' mean
+                          rewards, and state of halving
     rank_state_<n>.pt     state of rank n: count of micro-batches, rows still to train on and the step they belong to,
                           metrics and loss that are not logged yet
     whole.json            names and sizes of all other files, the number of processes, the backend, and whether there
@@ -112,7 +113,7 @@ def check_optimizer_state(checkpoint: str, accelerator: Accelerator) -> None:
         `ValueError`: If it has none, or that of another backend.
     """
     manifest, ours = read_json(Path(checkpoint, MANIFEST)), name_backend(accelerator)
-    saved = manifest.get("backend", ours)  # early versions did not write it
+    saved = manifest.get("backend", ours)  # early versions did not write `backend`
     if manifest.get("optimizer", True) and saved == ours:
         return
     flaw = f"was saved under {saved}, and this run uses {ours} (one process counts as DDP): it cannot read"
@@ -131,7 +132,7 @@ def check_steps_left(checkpoint: str, reached: int, max_steps: int) -> None:
     Raises:
         `ValueError`: If the checkpoint is from a later step than the run's last one.
     """
-    if max_steps <= 0:  # epochs decide
+    if max_steps <= 0:  # then `num_train_epochs` decides when the run ends
         return
     if reached > max_steps:
         raise ValueError(
@@ -180,7 +181,7 @@ class Staging:
         self.directory = str(unfinished.parent)
         try:
             yield unfinished
-            # `Trainer` looked for the best checkpoint beside the one that it writes, which is in `_unfinished/`.
+            # `Trainer` has looked for the best checkpoint in `_unfinished/`, where it wrote. Whole ones are in `root`.
             best = root / f"{PREFIX}{state.best_global_step}"
             state.best_model_checkpoint = str(best) if best == target or best.is_dir() else None
             if self.args.should_save:
@@ -424,7 +425,7 @@ def _take_membership(root: Path, population: Population) -> None:
             f"{root / 'game.json'}: the run has {seats} seats, this trainer has {len(population.adapters)}. "
             "Resume with the saved `students` and `max_members`, or start a new run with `warm_start` to change them."
         )
-    if "seats" in state:  # early versions did not write it
+    if "seats" in state:  # early versions did not write `seats`
         population.load_state_dict(state)
 
 

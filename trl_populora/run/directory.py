@@ -2,8 +2,8 @@
 
     a new run, and the directory holds a run    the start is refused
     a resume in the run's own directory         records are cut back to the checkpoint
-    a resume in another directory               the checkpoint and the records up to it are copied; if the other
-                                                directory holds a run, the start is refused
+    a resume in another directory               the checkpoint and the records up to it are copied into it; if it
+                                                holds a run already, the start is refused
     a second `train()` of the same trainer      files of the first training move to `_previous-<n>/`
     `"newest"`, and there is no checkpoint      files of the earlier run move to `_previous-<n>/`
 

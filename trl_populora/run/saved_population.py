@@ -41,7 +41,7 @@ _PATTERNS = ("rank_pattern", "alpha_pattern")  # early versions did not write th
 
 # Fields of the base's configuration that decide whether an adapter fits.
 _BASE_FIELDS = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
-# TRL's settings that decide how members sample. Cross-play samples with the same.
+# TRL's settings that decide how members sample. Cross-play samples with the same settings.
 SAMPLING = (
     "temperature",
     "top_p",
@@ -353,7 +353,7 @@ def check_settings(args: GRPOConfig, root: Path, saved: Mapping[str, Any], same_
     """
     # Our values go through JSON, too, so that tuples and lists compare as equal.
     ours, theirs = json.loads(json.dumps(_collect_settings(args))), saved.get("settings", {})
-    # A run whose members have one rank saves it as `lora.r` alone.
+    # A run whose members all have the same rank saves this rank as `lora.r` alone.
     own_ranks = {name for name in ("lora_r", "lora_alpha") if name in ours or name in theirs}
     changed = [name for name in ours if name in theirs and ours[name] != theirs[name]]
     changed += sorted(name for name in own_ranks if (name in ours) != (name in theirs))

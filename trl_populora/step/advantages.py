@@ -122,7 +122,7 @@ class Scorer:
                 settings.per_device_train_batch_size,
                 self.sharing,
             )
-            # TRL counts on as many micro-batches as all seats would fill.
+            # TRL expects as many micro-batches as if every seat had a member. Empty ones make up the number.
             packs += [[] for _ in range(self.micro_batches_of_all - len(packs))]
             played.plan += [[[step_rows[row] for row in pack] for pack in batch] for batch in packs]
 
@@ -356,7 +356,7 @@ def compute_member_factors(
             f"`loss_type={loss_type!r}` cannot be made equal to training each member alone. Use one of "
             f"{sorted(LOSS_NORMALISERS)}."
         )
-    # What a row contributes to the normaliser: itself, or its tokens.
+    # What a row adds to the normaliser: 1, or its number of tokens.
     by_rows = LOSS_NORMALISERS[loss_type] == "rows"
     weights_R = (torch.ones_like(num_tokens_R) if by_rows else num_tokens_R).to(torch.float64)
     _, numbers_R = torch.unique(members_R, return_inverse=True)

@@ -656,7 +656,7 @@ def measure_sampling(output: Batch) -> dict[str, float]:
     ratios = ratios[computed] if ratios.shape == computed.shape else ratios[computed.any(dim=1)].flatten()
     found: dict[str, float] = {}
     for name, values in {
-        "sampling_logp_difference": differences[~differences.isnan()],  # vLLM could not score every token
+        "sampling_logp_difference": differences[~differences.isnan()],  # NaN marks tokens that vLLM could not score
         "importance_sampling_ratio": ratios,
     }.items():
         least, most = values.aminmax() if len(values) else (values.new_tensor(math.inf), values.new_tensor(-math.inf))
@@ -664,7 +664,7 @@ def measure_sampling(output: Batch) -> dict[str, float]:
         count = float(parts[:, 1].sum())
         known = {"mean": parts[:, 0].sum() / count, "min": parts[:, 2].min(), "max": parts[:, 3].max()}
         found |= {f"sampling/{name}/{what}": float(value) if count else math.nan for what, value in known.items()}
-    del found["sampling/sampling_logp_difference/min"]  # TRL has none
+    del found["sampling/sampling_logp_difference/min"]  # TRL has no such figure
     return found
 
 
@@ -734,7 +734,7 @@ class MemberMetrics:
 
     def __init__(self, by_row: bool, one_sided: bool):
         self.by_row, self.one_sided = by_row, one_sided
-        self._sums: dict[str, torch.Tensor] = {}  # of each figure and of the tokens, by member
+        self._sums: dict[str, torch.Tensor] = {}  # by figure, or "tokens": a sum per member
 
     def add(self, batch: Batch, log_probs: LogProbs, bounds: tuple[Any, Any], members: int) -> None:
         """

@@ -144,7 +144,7 @@ def _propose(game: Game, matches: Sequence[Match], done: int, rng: random.Random
 
 
 def _complete(game: Game, samples: Sequence[Sample]) -> None:
-    """Generates what the members write. Collective, unless no rank has a sample."""
+    """Lets the members write the completions of the samples. Collective, unless no rank has a sample."""
     if not samples:
         return
     completions = game.player.generate([each.prompt for each in samples], [each.member for each in samples])

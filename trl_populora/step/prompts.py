@@ -143,7 +143,7 @@ class MemberScores:
         self.trained: dict[str, float] = {}
         self.evaluated: dict[str, float] = {}
         self.step = -1
-        self._tables: list[dict[str, float]] = []  # of the evaluations at this step
+        self._tables: list[dict[str, float]] = []  # one per table that was evaluated at this step
 
     def choose(self, step: int, rated: bool) -> tuple[dict[str, float], str]:
         """

@@ -299,7 +299,9 @@ def check_arguments(function: Callable[..., Any], columns: Sequence[str]) -> Non
     parameters = inspect.signature(function).parameters.values()
     named = {each.name: each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
     given = (*ARGUMENTS, *(name for name in columns if name not in ("prompt", "completion", "completion_ids")))
-    called = getattr(getattr(function, "func", function), "__name__", type(function).__name__)  # of a partial, too
+    called = getattr(
+        getattr(function, "func", function), "__name__", type(function).__name__
+    )  # a partial's name is in its `func`
     absent = [f"`{name}`" for name in named if name not in given and named[name].default is inspect.Parameter.empty]
     if absent:
         raise TypeError(
