@@ -1,8 +1,8 @@
 """Draws the pictures of a run. Needs the `report` extra (matplotlib).
 
-The first part has what all pictures share: size, colours, legend, running means. The second part draws what changes
-from step to step, the third what a run did as a whole. `plots.py` lists the pictures with their
-titles. The functions that it lists get a figure, or a part of one, and the run.
+First comes what all pictures share: size, colours, legend, running means. Then come the pictures of what changes from
+step to step, in the game and in a dataset run, and last those of what a run did as a whole. `plots.py` lists the
+pictures with their titles. The functions that it lists get a figure, or a part of one, and the run.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def plot_smoothed(axis: Axes, run: Run, key: str, **style: Any) -> None:
 
 
 def smooth(values: Sequence[float], run: Run) -> list[float]:
-    """Computes the running mean of a series. Each point is the mean of itself and the points before it."""
+    """Computes the running mean of a series: of each point and the points before it, as many as the window has."""
     width = _count_window(run)
     return [mean(values[max(0, index + 1 - width) : index + 1]) for index in range(len(values))]
 
@@ -305,7 +305,7 @@ def draw_rewards(axis: Axes, run: Run) -> None:
 
 
 def draw_by_member(figure: str, unit: str) -> Draw:
-    """Makes the function that draws a figure of each member, such as its mean reward."""
+    """Makes the function that draws a line per member: its metric `member/<name>/<figure>`, such as `reward`."""
 
     @on_one_axis
     def draw(axis: Axes, run: Run) -> None:
@@ -319,7 +319,7 @@ def draw_by_member(figure: str, unit: str) -> Draw:
 
 @on_one_axis
 def draw_functions(axis: Axes, run: Run) -> None:
-    """Draws the mean of each reward function over all members."""
+    """Draws a line per reward function: the mean of its rewards over all members."""
     for index, name in enumerate(run.functions):
         plot_smoothed(axis, run, f"rewards/{name}/mean", **choose_line_style(index), linewidth=1.6, label=name)
     axis.set(title=describe_window(run), ylabel="reward (points)")
@@ -327,7 +327,7 @@ def draw_functions(axis: Axes, run: Run) -> None:
 
 @on_one_axis
 def draw_evaluations(axis: Axes, run: Run) -> None:
-    """Draws the mean reward on `eval_dataset`: of each member (with one table), or each table's mean and best."""
+    """Draws the mean reward on `eval_dataset`: of each member, or with several tables each table's best and worst."""
     members, tables = run.members("student"), run.tables
     for index, name in enumerate(members if len(tables) == 1 else ()):
         points = run.series(f"{tables[0]}member/{name}/reward")

@@ -79,7 +79,7 @@ class Run:
     @property
     def kinds(self) -> list[str]:
         """Names of the kinds of task."""
-        # They stand in the keys `propose/<kind>/valid_rate`. Other keys of `propose/` have one slash.
+        # The names stand in the keys `propose/<kind>/valid_rate`. Other keys of `propose/` have one slash.
         keys = {key for entry in self.history for key in entry}
         return sorted({key.split("/")[1] for key in keys if key.startswith("propose/") and key.count("/") == 2})
 

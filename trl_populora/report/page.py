@@ -98,7 +98,7 @@ def write_report(run: str | Path, directory: str | Path | None = None, name: str
 
 
 def load_shown(run: str | Path, records: Run) -> list[Sample] | list[Answers]:
-    """Loads what the page of a run shows of its rollouts: tasks with attempts, or prompts with answers."""
+    """Loads what the page shows of rollouts: tasks with attempts, or in a dataset run prompts with answers."""
     return load_samples(run) if records.game else load_answers(run)
 
 
@@ -170,7 +170,7 @@ def _write_facts(run: Run) -> str:
     """Writes the list of facts at the top, such as steps, base, tokens, duration and versions."""
     last, population = run.latest, run.population
     done = f"{run.step} of {run.planned}" if run.planned else str(run.step)
-    # The files of a run that trains and of one that was killed look alike.
+    # A run that trains and one that was killed leave the same files, so the page cannot tell which it is.
     state = " (in progress or stopped)" if run.planned and not run.finished else ""
     settings = population.get("settings", {})
     steps, evaluations = run.seconds

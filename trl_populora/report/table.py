@@ -1,6 +1,6 @@
-"""Tables of a run: what changed in its steps, what changed on held-out tasks, and its members.
+"""Tables of a run: what changed in its steps, what changed on `eval_dataset`, and its members.
 
-Steps are compared by the first and the last fifth of the logged ones, held-out tasks by the first and the last
+The first table compares the first and the last fifth of the logged steps, the second the first and the last
 evaluation. The page shows all three tables, the terminal and the card on the Hub only the members.
 """
 

@@ -4,7 +4,7 @@ The HF `Trainer` writes optimizer, scheduler, generators and `trainer_state.json
 
     members/<name>/       an ordinary PEFT adapter directory per member
     population.json       base model, adapter shape, settings, members, step; a resume compares shape and settings
-    lineage.jsonl         every replacement so far
+    lineage.jsonl         every replacement so far; in a dataset run also who joined and who left
     archive.parquet       the task archive, which only the game has
     tokenizer.json, ...   the tokenizer
     game.json             state of the population. In the game: of the matchmaker and the features, coverage of the

@@ -1,9 +1,10 @@
 """Update: one `beta`, `epsilon` and `temperature` per row, where TRL's loss has one for all rows of a forward.
 
-    values of the members, rows' members [B] --PerRow, columns--> TRL's loss, which only computes with them
-    temperatures of the forward's rows [N] ---divide_scores-----> TRL's fused head, once per temperature
+    beta of each row's member, [B]       ---PerRow--------> TRL's loss
+    epsilon of each row's member, [B, 1] -----------------> TRL's loss, which takes a column as it takes a number
+    temperatures of the forward's rows, [N] -divide_scores-> TRL's fused head, called once per temperature
 
-So members that differ share micro-batches as equal members do.
+So members with different settings share micro-batches, as members with equal settings do.
 
 Shapes: B rows of a micro-batch, N rows of the forward, L tokens of its longest row, K tokens that are scored.
 """

@@ -428,7 +428,7 @@ def why_not_shared(base: nn.Module) -> str:
 
 class Layout:
     """
-    The rows of one forward.
+    How the rows of a micro-batch are laid out in one forward.
 
     Args:
         packs: Per row of the forward, the rows of the micro-batch that it holds. These have one member and one prompt.
@@ -463,7 +463,7 @@ class Layout:
         return len(self.packs) * self.width
 
     def cost(self, sharing: Sharing | None) -> float:
-        """Estimates the cost, in tokens through the linear layers. Without `sharing` attention is left out."""
+        """Estimates the forward's cost, in tokens through linear layers. Without `sharing` attention is left out."""
         return self.grid * (1 + (0 if sharing is None else sharing.pair_cost) * self.width)
 
     def log_probs(

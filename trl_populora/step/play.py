@@ -224,7 +224,7 @@ def _verify(game: Game, slots: Sequence[Slot], step: int, rng: random.Random) ->
                     words[outcome.task_id] = features
                 elif rank == game.player.rank:
                     found[place] = Refusal(Reject.DUPLICATE, "such a task was proposed or given before")
-    for task in accepted:  # all are counted before any is priced, so no rarity depends on the order of tasks
+    for task in accepted:  # all tasks are counted before one is priced, so no rarity depends on their order
         game.features.add(words[task.task_id])
     for (slot, _), outcome in zip(proposed, found, strict=True):
         if isinstance(outcome, Task):
