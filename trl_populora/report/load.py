@@ -1,7 +1,7 @@
 """Reads what a run has left so far from its files. The run may still be training.
 
 metrics.jsonl, times.jsonl --> history (one dictionary per logged step), evaluations
-rollouts/step_*.parquet    --> rows (one dictionary per proposal or attempt), samples with their texts
+rollouts/step_*.parquet    --> rows (one dictionary per proposal, attempt or answer), samples with their texts
 lineage.jsonl              --> births, and who joined or left
 population.json            --> settings and members
 """
@@ -37,10 +37,11 @@ class Run:
         name: Title of the report; by default the name of the run's directory.
         history: Metrics and seconds per logged step, oldest first. With `num_iterations` above 1 some steps have no
             metrics of a game.
-        rows: Proposals and attempts, each with `file`, `row` and the keys in `ROW_COLUMNS` that its file has.
+        rows: Proposals and attempts, or in a dataset run answers. Each has `file`, `row` and those keys of `ROW_COLUMNS`
+            that its file has.
         lineage: Births, and in a dataset run who joined or left; oldest first.
         population: Contents of `population.json`; empty while there is none.
-        evaluations: Metrics and seconds of each evaluation on held-out tasks, oldest first.
+        evaluations: Metrics and seconds of each evaluation on `eval_dataset`, oldest first.
     """
 
     name: str
@@ -213,7 +214,7 @@ def load_history(run: str | Path) -> list[dict[str, Any]]:
 
 
 def load_evaluations(run: str | Path) -> list[dict[str, Any]]:
-    """Reads metrics and seconds of each evaluation on held-out tasks, oldest first; empty without evaluations."""
+    """Reads metrics and seconds of each evaluation on `eval_dataset`, oldest first; empty without evaluations."""
     figures, seconds = (
         _merge_by_step(entry for entry in _read_checked(Path(run, name)) if classify_log(entry) == EVALUATION)
         for name in (METRICS, TIMES)
@@ -335,9 +336,9 @@ def name_reject(proposal: Mapping[str, Any]) -> str:
 
 def load_samples(run: str | Path, number: int = 8) -> list[Sample]:
     """
-    Chooses proposals from the last four files of rollouts to show, with the attempts at them.
+    Chooses `number` proposals from the last four files of rollouts to show, with the attempts at them.
 
-    Up to three quarters are valid ones, ordered from hard to easy. Rejected ones fill up the number.
+    Up to three quarters of them are valid, ordered from hard to easy. Rejected proposals make up the rest.
     """
     proposals, attempts = _collect_proposals(Path(run), last=4)
     valid = sorted((row for row in proposals if row["valid"]), key=lambda row: row["solve_rate"])

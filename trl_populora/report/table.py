@@ -115,8 +115,8 @@ def compare_evaluations(run: Run) -> tuple[tuple[int, int], list[Change]]:
         return (0, 0), []
     first, last = run.evaluations[0], run.evaluations[-1]
     found = []
-    # Each table has a mean, the best student and thinking. Only the first table is shown by kind, to keep the list
-    # short.
+    # In the game each table has lines for the mean, the best student and thinking. Only the first table has lines by
+    # kind, to keep the list short.
     for table in run.tables if not run.game else ():
         words = f"evaluation{f' ({name})' if (name := name_table(table)) else ''}"
         for entry_of, name in ((_average_members, "mean"), (_pick_best, "the best member")):

@@ -372,7 +372,7 @@ PATIENCE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
 def _tell_seconds_left() -> str:
-    """Writes a sentence about the launcher's patience; empty without a launcher, or if the user has set it."""
+    """Writes how long the launcher waits before it kills; empty without a launcher, or if the user has set `PATIENCE`."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or PATIENCE in os.environ:
         return ""
     return (

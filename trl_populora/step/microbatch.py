@@ -380,7 +380,7 @@ class Sharing:
     How a model takes rows with a shared prompt.
 
     Args:
-        additive: Whether its attention adds the mask (eager) instead of taking a boolean one (SDPA).
+        additive: Whether the model's attention adds the mask to scores (eager) instead of taking a boolean one (SDPA).
         pair_cost: What attention costs per pair of tokens, as a share of what the linear layers cost per token.
         multiple: L is a multiple of it (`pad_to_multiple_of`).
     """
