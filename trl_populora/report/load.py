@@ -37,8 +37,8 @@ class Run:
         name: Title of the report; by default the name of the run's directory.
         history: Metrics and seconds per logged step, oldest first. With `num_iterations` above 1 some steps have no
             metrics of a game.
-        rows: Proposals and attempts, or in a dataset run answers. Each has `file`, `row` and those keys of `ROW_COLUMNS`
-            that its file has.
+        rows: Proposals and attempts, or in a dataset run answers. Each has `file`, `row` and those keys of
+            `ROW_COLUMNS` that its file has.
         lineage: Births, and in a dataset run who joined or left; oldest first.
         population: Contents of `population.json`; empty while there is none.
         evaluations: Metrics and seconds of each evaluation on `eval_dataset`, oldest first.
@@ -174,7 +174,7 @@ class Run:
 
     @property
     def names_features(self) -> bool:
-        """Whether rollouts say which features tasks use. Some kinds name none, and early versions saved none."""
+        """Whether rollouts say which features tasks use. Some kinds name no features, and early versions saved none."""
         return any(row.get("features") for row in self.rows)
 
     @property

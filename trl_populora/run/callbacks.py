@@ -168,7 +168,7 @@ def format_evaluation(step: int, max_steps: int, logs: dict[str, Any]) -> list[s
 
 
 def _tell_prompts(prefix: str, logs: dict[str, Any]) -> str:
-    """Tells of an evaluation on prompts, whose keys begin with `prefix`, the mean reward, best and worst."""
+    """Writes the mean reward, and the best and worst member, of an evaluation whose keys begin with `prefix`."""
     table, rewards = prefix.removeprefix("eval_").rstrip("_"), list_rewards(logs, prefix)
     told = f"eval{f' {table}' if table else ''}: reward {_format_number(logs.get('eval_reward'))}"
     if len(rewards) > 1:
@@ -263,7 +263,7 @@ class PromptAlarms(_Alarms):
     Warnings about a dataset run, beside "Long completions count less" (see [`Alarms`]).
 
     - "Members do not learn": in ten optimizer steps in a row, all rewards at each prompt were equal.
-    - "A reward function judges nothing": in ten steps in a row, it gave no number for any completion.
+    - "A reward function judges nothing": in ten steps in a row, this function gave no number for any completion.
 
     Args:
         functions: Names of the reward functions.
@@ -372,7 +372,7 @@ PATIENCE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
 def _tell_seconds_left() -> str:
-    """Writes how long the launcher waits before it kills; empty without a launcher, or if the user has set `PATIENCE`."""
+    """Writes how long the launcher waits before it kills; empty without a launcher, or if the user has set this."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or PATIENCE in os.environ:
         return ""
     return (
