@@ -174,7 +174,7 @@ class Run:
 
     @property
     def names_features(self) -> bool:
-        """Whether rollouts say which features tasks use. Some kinds name no features, and early versions saved none."""
+        """Whether rollouts say which features tasks use. Some kinds name no features; early versions saved none."""
         return any(row.get("features") for row in self.rows)
 
     @property
