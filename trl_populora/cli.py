@@ -32,12 +32,15 @@ from trl_populora.errors import describe_error, end_with, say_how_to_install
 
 @dataclass
 class TrainArguments:
-    """Options of a training command beside those of trainer and model."""
+    """Options of a training command: its tasks, and the checkpoint to go on from."""
 
     _argument_group_name = "This command"
-    seed_tasks: str | None = field(default=None, metadata={"help": "JSON lines, parquet, or a Hub dataset of tasks."})
+    seed_tasks: str | None = field(
+        default=None, metadata={"help": "Tasks to begin with: a JSON-lines or parquet file, or a Hub dataset."}
+    )
     eval_tasks: str | None = field(
-        default=None, metadata={"help": "Held-out tasks, as seed_tasks; or 'tiny'; or 'none'."}
+        default=None,
+        metadata={"help": "Held-out tasks: as seed_tasks, or 'tiny' (those of the embedded base) or 'none'."},
     )
     resume: str | None = field(
         default=None,
@@ -69,7 +72,9 @@ class PushArguments:
     """Options of `populora push`."""
 
     run: str = field(metadata={"help": "Directory of a finished run."})
-    repo: str | None = field(default=None, metadata={"help": "Repository on the Hub, user/name; made if absent."})
+    repo: str | None = field(
+        default=None, metadata={"help": "Model repository for the run, user/name; made if absent."}
+    )
     archive_repo: str | None = field(default=None, metadata={"help": "Dataset repository for the run's task archive."})
     space: str | None = field(default=None, metadata={"help": "Static Space that shows the run's report."})
     token: str | None = field(default=None, metadata={"help": "Write token; that of `hf auth login` by default."})
@@ -88,7 +93,12 @@ class ReportArguments:
     """Options of `populora report`."""
 
     run: str = field(metadata={"help": "Directory of a run, finished or not, or the Hub name of a population."})
-    out: str | None = field(default=None, metadata={"help": "Where report.html and plots/ go; the run by default."})
+    out: str | None = field(
+        default=None,
+        metadata={
+            "help": "Directory for report.html and plots/; by default the run's, or for a Hub name a new one here."
+        },
+    )
 
 
 @dataclass
@@ -96,7 +106,9 @@ class CheckKindArguments:
     """Options of `populora check-kind`."""
 
     kind: str = field(metadata={"help": "A class as package.module:Class, or the name of one of the package's kinds."})
-    tasks: str | None = field(default=None, metadata={"help": "Tasks to show and to run, as seed_tasks."})
+    tasks: str | None = field(
+        default=None, metadata={"help": "Tasks to show and to run: a file or a Hub dataset; by default shipped ones."}
+    )
 
 
 def quickstart(arguments: Sequence[str]) -> None:
@@ -118,7 +130,7 @@ def train(arguments: Sequence[str]) -> None:
     from trl_populora.config import MemberConfig, PopuLoRAConfig
     from trl_populora.tasks.script import PromptArguments
 
-    # transformers announces its changes to those who call it. Users of this command cannot mend such calls.
+    # transformers warns callers of coming changes. Users of this command cannot change how we call transformers.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
     parser = TrlParser(
         (TrainArguments, PopuLoRAConfig, MemberConfig, PromptArguments), prog="populora train", usage=USAGE
@@ -302,7 +314,7 @@ def crossplay(arguments: Sequence[str]) -> None:
         check_outputs({"tasks": rows}, contest.referee, contest.player)
         payoff = contest.play(options.proposals, options.attempts, options.seed)
         if options.tasks is not None:
-            # The archive drops duplicates.
+            # An archive of the tasks is made, because it drops duplicates.
             given = list(TaskArchive.from_dataset(task.to_record() for task in rows))
             payoff.given = contest.score([*contest.teachers, *contest.students], given, options.attempts)
     _say(f"Cross-play written to {write_payoff(payoff.rename(contest.names), options.out)}.")
@@ -370,7 +382,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if (here := os.getcwd()) not in sys.path:
             sys.path.append(here)
         COMMANDS[command](given[1:])
-    except KeyboardInterrupt as stop:  # a training that has begun has said how to resume it
+    except KeyboardInterrupt as stop:  # a training has already said how to resume it
         raise SystemExit(128 + signal.SIGINT) from stop
     except Exception as error:
         sentence = describe_error(error)
@@ -400,7 +412,7 @@ def _parse(options: type, command: str, arguments: Sequence[str]) -> tuple:
     place = first.upper().removesuffix("S") + (" ..." if many else "")
     place = f"[{place}]" if default is None else place
     given = list(arguments)
-    if given and not given[0].startswith("-"):  # by position
+    if given and not given[0].startswith("-"):  # the first option stands without its name
         given[:0] = ["--" + first]
     usage = f"populora {command} {place} [--option value ...]"
     about: dict[str, typing.Any] = {
@@ -422,7 +434,7 @@ def _parse(options: type, command: str, arguments: Sequence[str]) -> tuple:
 
 
 def _parse_known(parser: typing.Any, command: str, arguments: Sequence[str]) -> tuple:
-    """Parses with TRL's parser, and refuses unknown options in words of its own."""
+    """Parses with TRL's parser. Refuses an unknown option with an error that names the option most like it."""
     *options, unknown = parser.parse_args_and_config(list(arguments), return_remaining_strings=True)
     if unknown:
         known = [option for action in parser._actions for option in action.option_strings]
@@ -431,7 +443,7 @@ def _parse_known(parser: typing.Any, command: str, arguments: Sequence[str]) -> 
 
 
 def _describe_unknown(unknown: Sequence[str], known: Sequence[str], arguments: Sequence[str]) -> str:
-    """Says which words are no option, where in the recipe they stand, and which option has nearly their name."""
+    """Says which words are no option, on which line of the recipe the first stands, and which option is meant."""
     name = unknown[0].lstrip("-").partition("=")[0]
     near = difflib.get_close_matches(f"--{name}", known, n=1)
     hint = f" Did you mean `{near[0][2:]}`?" if near else ""

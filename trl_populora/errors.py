@@ -79,7 +79,7 @@ def end_with(sentence: str) -> NoReturn:
     first that fails writes the sentence to stderr. Each writes the sentence to its error file, which the launcher
     quotes.
     """
-    sentence = make_printable(sentence)  # it may quote a file that somebody else wrote
+    sentence = make_printable(sentence)  # the sentence may quote a file from a stranger
     if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         try:
             Path(error_file).write_text(json.dumps({"message": sentence, "timestamp": int(time.time())}))

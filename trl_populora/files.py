@@ -53,7 +53,7 @@ def write_whole(path: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def remove_empty_directories(path: str | Path) -> Iterator[None]:
-    """At the end removes `path` and directories above it, if the block has made them and left them empty."""
+    """After the block removes `path` and directories above it, if the block has made them and left them empty."""
     whole = Path(path).absolute()
     absent = [part for part in (whole, *whole.parents) if not part.exists()]
     try:

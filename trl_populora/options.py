@@ -30,7 +30,7 @@ def find_own(path: str, what: str, choices: str) -> Any:
     Imports a user's own function or class, which an option names as `"package.module:attribute"`.
 
     Args:
-        path: The name.
+        path: Name of the function or class, as the option gives it.
         what: The sort of thing that is wanted, such as `"task kind"`; for the error.
         choices: All that may be named; for the error.
 
@@ -68,7 +68,7 @@ def find_function(path: str, option: str, named: Iterable[str] = ()) -> Callable
         named: The package's functions that the setting may name instead; for errors.
 
     Raises:
-        `ValueError`: If there is no such function, or if the name is that of something else.
+        `ValueError`: If there is nothing of this name, or if it is no function.
     """
     what = list_choices(named)
     function = find_own(path, f"`{option}`", what)
@@ -184,8 +184,8 @@ class OneOrMore(argparse.Action):
 
 def read_list(name: str, values: Sequence[Any], members: int) -> list[Any]:
     """
-    Reads the list of an option's values, one for each member. A text that is a number becomes one: YAML takes `1e-6`,
-    which has no point, for a text.
+    Reads the list of an option's values, one for each member. A text that looks like a number becomes a number,
+    because YAML reads `1e-6`, which has no point, as a text.
 
     Args:
         name: The option.
@@ -204,7 +204,7 @@ def read_list(name: str, values: Sequence[Any], members: int) -> list[Any]:
 
 
 def _read_number(text: str) -> Any:
-    """Turns a text into a number if it is one."""
+    """Turns a text that reads as a number into this number. Returns any other text as it is."""
     for kind in (int, float):
         try:
             return kind(text)

@@ -107,7 +107,7 @@ class Breeding:
         tournament_size: Survivors drawn for each parent. The fittest of them is the parent.
         mutations, crossovers: Weights of the operators, see [`read_mixture`].
         mutation_strength: Strength of mutations. Crossovers have strength 1.
-        hyperparameter_noise: s, see [`inherit`].
+        hyperparameter_noise: The `noise` of [`inherit`].
         seed: Decides every random choice, together with the step.
         roles: Roles that evolve.
 
@@ -339,7 +339,7 @@ class EvolutionCallback(TrainerCallback):
     def _give_birth(self, birth: Birth, step: int) -> dict[str, Any]:
         """Breeds one child, puts it in place, and returns its line of the lineage. Collective."""
         member, parents = self.population[birth.name], [self.population[name] for name in birth.parents]
-        # Noted first: `replace` changes this same object.
+        # Recorded now, because `replace` changes the object `member`.
         before = member.record
         factors = [self.read(parent.name) for parent in parents]
         child = self._broadcast_from_main(breed(birth, factors))

@@ -27,8 +27,8 @@ RELATIVE_ZERO = 1e-7
 # Rounding of the factors changes their product by about one epsilon of their dtype, relative to its norm. The sum of
 # two parents' products counts as zero if its norm is at most so many epsilons times the sum of the two norms.
 ROUNDINGS = 2
-# Columns of A, or rows of B, that are converted to fp64 at a time. 64 x 4096 numbers of 8 bytes stay in the cache of a
-# CPU core. Copying the whole adapters of a 7B model to fp64 takes longer than all arithmetic on them.
+# Columns of A, or rows of B, that are converted to fp64 at a time. With 64 rows such a block has 2 MiB, and stays in
+# the cache of a CPU core. Copying the whole adapters of a 7B model to fp64 takes longer than all arithmetic on them.
 BLOCK = 4096
 _DOWN, _UP = "lora_A", "lora_B"
 

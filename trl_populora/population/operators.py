@@ -70,7 +70,7 @@ def _operator(make: Callable[..., Factors]) -> Callable[..., Factors]:
 
 def _core_operator(combine: Callable[..., Tensor]) -> Callable[..., Factors]:
     """
-    Makes an operator on factors from one on cores, `combine(cores, generator, strength, ...)`.
+    Makes an operator on factors from a function on cores, `combine(cores, generator, strength, ...)`.
 
     The operator has one more option, `keep_norm`. By default it rescales each module to the weighted mean of the
     parents' norms, see [`_weigh_norms`].

@@ -3,8 +3,8 @@
     factors of a role's members --compute_mean--> one adapter --write--> each of these members
 
 Members learn apart for `pool_every` optimizer steps, and then share what they have learned, as the workers of local
-SGD do (DiLoCo, arXiv 2311.08105). They begin with the same A, so the mean of their factors adds nearly the mean of
-what they add.
+SGD do (DiLoCo, arXiv 2311.08105). They begin with the same A. So the mean of their factors adds to the base
+nearly the mean of what the members add.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ TRACKERS = ("wandb", "trackio")
 
 # Columns of the tables `population`, `births` and `lineage`.
 MEMBER = ("step", "name", "role", "mu", "sigma", "held_out", "age", "born", "version", "operator", "parents")
-# Of a dataset run, whose members have rewards and no solve rate.
+# Columns of `population` in a dataset run, whose members have rewards and no solve rate.
 PROMPT_MEMBER = tuple(
     each for name in MEMBER for each in (("reward", "eval_reward") if name == "held_out" else (name,))
 )

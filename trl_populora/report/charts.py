@@ -1,8 +1,8 @@
 """Draws the pictures of a run. Needs the `report` extra (matplotlib).
 
-The first part has what all pictures share: size, colours, legend, running means. The second part draws what changes
-from step to step, the third what a run did as a whole. `plots.py` lists the pictures with their
-titles. The functions that it lists get a figure, or a part of one, and the run.
+First comes what all pictures share: size, colours, legend, running means. Then come the pictures of what changes from
+step to step, in the game and in a dataset run, and last those of what a run did as a whole. `plots.py` lists the
+pictures with their titles. The functions that it lists get a figure, or a part of one, and the run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 # matplotlib is imported inside functions: `import trl_populora.report.charts` works without it, and is quick.
-Draw = Callable[["Figure", Run], None]  # paints into a figure or a part of one
+Draw = Callable[["Figure", Run], None]  # draws a run into a figure, or into a part of one
 
 # Mostly the palette of Okabe and Ito, which colour-blind people can tell apart. A role has one colour in all pictures.
 COLORS = {"teacher": "#D55E00", "student": "#0072B2"}
@@ -97,7 +97,7 @@ def choose_line_style(index: int) -> dict[str, Any]:
 
 
 def mark_births(axis: Axes, run: Run, label: bool = True) -> None:
-    """Draws a dotted vertical line at each step with births."""
+    """Draws a dotted vertical line at each step of `Run.births`."""
     for index, step in enumerate(run.births):
         # Only the first line has a label: the legend names each label once.
         text = "evolution" if label and not index else None
@@ -146,7 +146,7 @@ def _count_window(run: Run) -> int:
 
 
 def plot_smoothed(axis: Axes, run: Run, key: str, **style: Any) -> None:
-    """Draws the running mean of a metric and, if it smooths at all, behind it a faint line of the measured values."""
+    """Draws the running mean of a metric. If it covers several steps, a faint line behind it has the values."""
     steps, values = run.series(key)
     if _count_window(run) > 1:
         axis.plot(steps, values, color=style["color"], linewidth=0.7, alpha=0.35, zorder=1)
@@ -154,7 +154,7 @@ def plot_smoothed(axis: Axes, run: Run, key: str, **style: Any) -> None:
 
 
 def smooth(values: Sequence[float], run: Run) -> list[float]:
-    """Computes the running mean of a series. Each point is the mean of itself and the points before it."""
+    """Computes the running mean of a series: of each point and the points before it, as many as the window has."""
     width = _count_window(run)
     return [mean(values[max(0, index + 1 - width) : index + 1]) for index in range(len(values))]
 
@@ -293,7 +293,7 @@ def draw_solve_rates(axis: Axes, run: Run) -> None:
 
 @on_one_axis
 def draw_rewards(axis: Axes, run: Run) -> None:
-    """Draws the mean reward of teachers and of students."""
+    """Draws the mean of the built-in reward of teachers, and of that of students."""
     for role, color in COLORS.items():
         label = f"{role}s, mean of the step"
         plot_smoothed(axis, run, f"rewards/{role}_reward/mean", color=color, linewidth=2, label=label)
@@ -305,7 +305,7 @@ def draw_rewards(axis: Axes, run: Run) -> None:
 
 
 def draw_by_member(figure: str, unit: str) -> Draw:
-    """Makes the function that draws a figure of each member, such as its mean reward."""
+    """Makes the function that draws a line per member: its metric `member/<name>/<figure>`, such as `reward`."""
 
     @on_one_axis
     def draw(axis: Axes, run: Run) -> None:
@@ -319,7 +319,7 @@ def draw_by_member(figure: str, unit: str) -> Draw:
 
 @on_one_axis
 def draw_functions(axis: Axes, run: Run) -> None:
-    """Draws the mean of each reward function over all members."""
+    """Draws a line per reward function: the mean of its rewards over all members."""
     for index, name in enumerate(run.functions):
         plot_smoothed(axis, run, f"rewards/{name}/mean", **choose_line_style(index), linewidth=1.6, label=name)
     axis.set(title=describe_window(run), ylabel="reward (points)")
@@ -327,7 +327,7 @@ def draw_functions(axis: Axes, run: Run) -> None:
 
 @on_one_axis
 def draw_evaluations(axis: Axes, run: Run) -> None:
-    """Draws the mean reward on `eval_dataset`: of each member (with one table), or each table's mean and best."""
+    """Draws the mean reward on `eval_dataset`: of each member, or with several tables each table's best and worst."""
     members, tables = run.members("student"), run.tables
     for index, name in enumerate(members if len(tables) == 1 else ()):
         points = run.series(f"{tables[0]}member/{name}/reward")
@@ -461,7 +461,7 @@ def draw_matches(figure: Figure, run: Run) -> None:
 
 
 def draw_lineage(figure: Figure, run: Run) -> None:
-    """Draws a bar per seat, whose shade changes with each life, and arrows from parents to children."""
+    """Draws a bar per seat, with a change of shade for each member in it, and arrows from parents to children."""
     axis = figure.subplots()
     names = run.members("teacher") + run.members("student")
     roles = [role for role in COLORS if run.members(role)]
@@ -471,7 +471,7 @@ def draw_lineage(figure: Figure, run: Run) -> None:
     for name in names:
         color = COLORS["teacher" if name in run.members("teacher") else "student"]
         for number, life in enumerate(lives[name]):
-            # Neighbouring lives differ in shade.
+            # Two members that follow each other in a seat differ in shade.
             axis.plot(life, [height[name]] * 2, color=color, linewidth=5, alpha=0.9 if number % 2 else 0.45)
     for event, (child, *parents) in zip(run.lineage, places, strict=True):
         for parent in parents:
@@ -494,7 +494,7 @@ def draw_lineage(figure: Figure, run: Run) -> None:
     if not run.game:
         axis.set_xlabel("optimizer step")
     axis.set_xlim(0, max(end, 1) * 1.02)
-    # Lines without points give the legend its entries: every drawn line would be an entry of its own.
+    # The legend's entries are lines without points. With the drawn lines it would have an entry for each of them.
     handles = [axis.plot([], [], color=COLORS[role], linewidth=5, alpha=0.45)[0] for role in roles]
     labels = [f"{role}'s life" for role in roles] if run.game else ["a member's life"]
     if run.lineage:
@@ -505,14 +505,14 @@ def draw_lineage(figure: Figure, run: Run) -> None:
 
 def _place_lives(run: Run, names: Sequence[str], end: int) -> tuple[list[list[str]], dict[str, list[tuple[int, int]]]]:
     """
-    Finds for each line of the lineage the seats of the child, or of who leaves, and of the parents; and for each seat
-    the first and last steps of all who lived there.
+    Finds two things. For each line of the lineage: the seat of the child (or of the member that leaves), then the
+    seats of the parents. For each seat: the first and the last step of each member that held it.
     """
-    seats: dict[str, str] = {}  # of members that have another name than their seat
+    seats: dict[str, str] = {}  # seats by members' names, where the two differ
     places: list[list[str]] = []
     changes: dict[str, list[dict]] = {name: [] for name in names}
     for event in run.lineage:
-        # They are told as `name@version`.
+        # Children, those who leave, and parents are told as `name@version`.
         told = [event["child"] or event["replaced"]["member"], *(parent["member"] for parent in event["parents"])]
         who = [each.partition("@")[0] for each in told]
         if "seat" in event:
@@ -540,7 +540,7 @@ PROMPT_PHASE_COLORS = {"generate": "#0072B2", "reward": "#009E73", "update": "#E
 
 
 def format_seconds(value: float) -> str:
-    """Formats seconds for a legend, with two digits below 10."""
+    """Formats seconds for a legend: whole from 10 on, with two significant digits below."""
     if value < 0.01:
         return "< 0.01"
     return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
@@ -554,7 +554,7 @@ def draw_times(axis: Axes, run: Run) -> None:
     values = [[entry.get(f"time/{phase}") or 0.0 for entry in run.history] for phase in colors]
     means = [sum(series) / len(series) for series in values]
     labels = [f"{phase} ({format_seconds(mean)} s)" for phase, mean in zip(colors, means, strict=True)]
-    # A bar covers the steps since the log before it (`logging_steps`).
+    # All bars are as wide as the shortest distance between two logs, so none covers another (`logging_steps`).
     width = min((later - step for step, later in pairwise(steps)), default=1)
     bottom = [0.0] * len(steps)
     for series, label, color in zip(values, labels, colors.values(), strict=True):

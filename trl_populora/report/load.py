@@ -1,8 +1,8 @@
 """Reads what a run has left so far from its files. The run may still be training.
 
 metrics.jsonl, times.jsonl --> history (one dictionary per logged step), evaluations
-rollouts/step_*.parquet    --> rows (one dictionary per proposal or attempt), samples with their texts
-lineage.jsonl              --> births
+rollouts/step_*.parquet    --> rows (one dictionary per proposal, attempt or answer), samples with their texts
+lineage.jsonl              --> births, and who joined or left
 population.json            --> settings and members
 """
 
@@ -37,10 +37,11 @@ class Run:
         name: Title of the report; by default the name of the run's directory.
         history: Metrics and seconds per logged step, oldest first. With `num_iterations` above 1 some steps have no
             metrics of a game.
-        rows: Proposals and attempts, each with `file`, `row` and the keys in `ROW_COLUMNS` that its file has.
-        lineage: Births, oldest first.
+        rows: Proposals and attempts, or in a dataset run answers. Each has `file`, `row` and those keys of
+            `ROW_COLUMNS` that its file has.
+        lineage: Births, and in a dataset run who joined or left; oldest first.
         population: Contents of `population.json`; empty while there is none.
-        evaluations: Metrics and seconds of each evaluation on held-out tasks, oldest first.
+        evaluations: Metrics and seconds of each evaluation on `eval_dataset`, oldest first.
     """
 
     name: str
@@ -57,7 +58,7 @@ class Run:
 
     @property
     def game(self) -> bool:
-        """Whether it is a game, and no dataset run."""
+        """Whether the run is a game, and no dataset run."""
         return not any(ANSWERED in entry for entry in self.history)
 
     @property
@@ -79,7 +80,7 @@ class Run:
     @property
     def kinds(self) -> list[str]:
         """Names of the kinds of task."""
-        # They stand in the keys `propose/<kind>/valid_rate`. Other keys of `propose/` have one slash.
+        # The names stand in the keys `propose/<kind>/valid_rate`. Other keys of `propose/` have one slash.
         keys = {key for entry in self.history for key in entry}
         return sorted({key.split("/")[1] for key in keys if key.startswith("propose/") and key.count("/") == 2})
 
@@ -173,12 +174,12 @@ class Run:
 
     @property
     def names_features(self) -> bool:
-        """Whether rollouts say which features tasks use. Some kinds name none, and early versions saved none."""
+        """Whether rollouts say which features tasks use. Some kinds name no features; early versions saved none."""
         return any(row.get("features") for row in self.rows)
 
     @property
     def births(self) -> list[int]:
-        """Steps at which a member was replaced."""
+        """Steps at which a member was replaced, or in a dataset run joined or left."""
         return sorted({event["step"] for event in self.lineage})
 
 
@@ -213,7 +214,7 @@ def load_history(run: str | Path) -> list[dict[str, Any]]:
 
 
 def load_evaluations(run: str | Path) -> list[dict[str, Any]]:
-    """Reads metrics and seconds of each evaluation on held-out tasks, oldest first; empty without evaluations."""
+    """Reads metrics and seconds of each evaluation on `eval_dataset`, oldest first; empty without evaluations."""
     figures, seconds = (
         _merge_by_step(entry for entry in _read_checked(Path(run, name)) if classify_log(entry) == EVALUATION)
         for name in (METRICS, TIMES)
@@ -306,7 +307,7 @@ def _read_rollouts(root: Path, columns: Sequence[str], last: int = 0) -> list[di
 Sample = tuple[dict[str, Any], list[dict[str, Any]]]  # a proposal and the attempts at it
 
 
-Answers = list[dict[str, Any]]  # to one prompt of a dataset, the best first
+Answers = list[dict[str, Any]]  # the members' answers to one prompt of a dataset, the best first
 
 
 def load_answers(run: str | Path, number: int = 8) -> list[Answers]:
@@ -335,13 +336,13 @@ def name_reject(proposal: Mapping[str, Any]) -> str:
 
 def load_samples(run: str | Path, number: int = 8) -> list[Sample]:
     """
-    Chooses proposals from the last four files of rollouts to show, with the attempts at them.
+    Chooses `number` proposals from the last four files of rollouts to show, with the attempts at them.
 
-    Up to three quarters are valid ones, ordered from hard to easy. Rejected ones fill up the number.
+    Up to three quarters of them are valid, ordered from hard to easy. Rejected proposals make up the rest.
     """
     proposals, attempts = _collect_proposals(Path(run), last=4)
     valid = sorted((row for row in proposals if row["valid"]), key=lambda row: row["solve_rate"])
-    # Evenly from the hardest to the easiest.
+    # The chosen ones are spread evenly from the hardest task to the easiest.
     count = min(len(valid), number * 3 // 4)
     chosen = [valid[place * (len(valid) - 1) // max(1, count - 1)] for place in range(count)]
     chosen += [row for row in proposals if not row["valid"]][: number - len(chosen)]

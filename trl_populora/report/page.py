@@ -98,7 +98,7 @@ def write_report(run: str | Path, directory: str | Path | None = None, name: str
 
 
 def load_shown(run: str | Path, records: Run) -> list[Sample] | list[Answers]:
-    """Loads what the page of a run shows of its rollouts: tasks with attempts, or prompts with answers."""
+    """Loads what the page shows of rollouts: tasks with attempts, or in a dataset run prompts with answers."""
     return load_samples(run) if records.game else load_answers(run)
 
 
@@ -156,7 +156,7 @@ def _write_end(run: Run, samples: Sequence[Any], way: str | None) -> str:
 
 
 def _write_answers(answers: Answers) -> str:
-    """Writes a prompt with what each member answered to it."""
+    """Writes a prompt of a dataset run, and below it each member's answer with its reward."""
     prompt = answers[0]["prompt"]
     parts = [_write_text(prompt)]
     for row in answers:
@@ -172,7 +172,7 @@ def _write_facts(run: Run) -> str:
     """Writes the list of facts at the top, such as steps, base, tokens, duration and versions."""
     last, population = run.latest, run.population
     done = f"{run.step} of {run.planned}" if run.planned else str(run.step)
-    # The files of a run that trains and of one that was killed look alike.
+    # A run that trains and one that was killed leave the same files, so the page cannot tell which it is.
     state = " (in progress or stopped)" if run.planned and not run.finished else ""
     settings = population.get("settings", {})
     steps, evaluations = run.seconds
@@ -265,8 +265,8 @@ def _write_change_table(header: Sequence[str], rows: Sequence[Change]) -> str:
 
 def _write_members(run: Run) -> str:
     """Writes the table of members."""
-    # Names and newest ratings come from the metrics, because `population.json` may not be written yet.
-    # Metrics go by seats. A seat may have another name than its member, or be empty.
+    # Names and newest ratings come from the metrics, because `population.json` may not be written yet. Metrics
+    # have the names of seats. A seat may have another name than its member, or be empty.
     known = {member.get("seat", member["name"]): member for member in run.population.get("members", [])}
     figures = ("mu", "sigma") if run.game else ("mu", "sigma", "reward")
     members = [

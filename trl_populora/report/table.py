@@ -1,6 +1,6 @@
-"""Tables of a run: what changed in its steps, what changed on held-out tasks, and its members.
+"""Tables of a run: what changed in its steps, what changed on `eval_dataset`, and its members.
 
-Steps are compared by the first and the last fifth of the logged ones, held-out tasks by the first and the last
+The first table compares the first and the last fifth of the logged steps, the second the first and the last
 evaluation. The page shows all three tables, the terminal and the card on the Hub only the members.
 """
 
@@ -116,8 +116,8 @@ def compare_evaluations(run: Run) -> tuple[tuple[int, int], list[Change]]:
         return (0, 0), []
     first, last = run.evaluations[0], run.evaluations[-1]
     found = []
-    # Each table has a mean, the best student and thinking. Only the first table is shown by kind, to keep the list
-    # short.
+    # In the game each table has lines for the mean, the best student and thinking. Only the first table has lines by
+    # kind, to keep the list short.
     for table in run.tables if not run.game else ():
         words = f"evaluation{f' ({name})' if (name := name_table(table)) else ''}"
         for entry_of, name in ((_average_members, "mean"), (_pick_best, "the best member")):
@@ -200,7 +200,7 @@ def format_value(value: float | None, form: Form, sign: bool = False) -> str:
 
 # These columns hold words and are aligned to the left, the others to the right.
 WORDS = ("member", "made by", "parents")
-# The members' field by which the best one is chosen, by `best_student_by`. It is the rating otherwise.
+# For a value of `best_student_by`, the field of a member that puts the best first. For all other values it is `mu`.
 FIGURES = {"reward on eval_dataset": "eval_reward", "reward": "reward"}
 
 
@@ -225,7 +225,7 @@ def list_members(population: Mapping[str, Any], members: Iterable[Mapping[str, A
 
     Args:
         population: Contents of `population.json`; empty while there is none.
-        members: Members as there, if others than these are shown. `name`, `role`, `mu` and `sigma` are enough.
+        members: The members to show, if not those of `population`. They need only `name`, `role`, `mu` and `sigma`.
     """
     shown = [*(population.get("members", []) if members is None else members)]
     answers = any("reward" in member for member in shown)

@@ -1,7 +1,7 @@
 """A run's directory: what a run writes while it trains, and how it resumes.
 
 directory.py         locks an output_dir for one run, refuses a second run, moves or copies records
-records.py           writes rollouts, metrics.jsonl and times.jsonl
+records.py           writes rollouts, metrics.jsonl, times.jsonl, and population.json at every log
 read.py              reads these files and population.json, without torch
 saved_population.py  describes a population in population.json, checks whether a saved one fits a trainer
 checkpoint.py        writes whole checkpoints or none, and reads them back

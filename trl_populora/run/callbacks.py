@@ -150,7 +150,7 @@ def format_evaluation(step: int, max_steps: int, logs: dict[str, Any]) -> list[s
     # such key for a member, a kind or the base.
     seconds = next((value for key, value in logs.items() if key.endswith("_runtime")), math.nan)
     if not any(key.endswith("solve_rate_mean") for key in logs):
-        # In a dataset run each table is logged by itself, and TRL's names say nothing of the table.
+        # In a dataset run each table has a log of its own. TRL's keys, such as `eval_reward`, do not name the table.
         prefixes = [key.removesuffix("runtime") for key in logs if key.endswith("_runtime")]
         return [
             f"{_format_place(step, max_steps)} | {_tell_prompts(each, logs)} | s: {seconds:.1f}" for each in prefixes
@@ -173,7 +173,7 @@ def format_evaluation(step: int, max_steps: int, logs: dict[str, Any]) -> list[s
 
 
 def _tell_prompts(prefix: str, logs: dict[str, Any]) -> str:
-    """Tells of an evaluation on prompts, whose keys begin with `prefix`, the mean reward and two members."""
+    """Writes the mean reward, and the best and worst member, of an evaluation whose keys begin with `prefix`."""
     table, rewards = prefix.removeprefix("eval_").rstrip("_"), list_rewards(logs, prefix)
     told = f"eval{f' {table}' if table else ''}: reward {_format_number(logs.get('eval_reward'))}"
     if len(rewards) > 1:
@@ -206,14 +206,14 @@ def _format_number(value: float | None) -> str:
 
 logger = logging.getLogger(__name__)
 
-STEPS = 10  # one step in which all attempts are worth the same is bad luck; one without a valid task is a wrong prompt
+STEPS = 10  # so many bad steps in a row are a reason to warn: one alone may be bad luck
 FLAT = "frac_reward_zero_std"
 WEIGHT, LEAST_WEIGHT = "sampling/importance_sampling_ratio/mean", 0.9
 
 
 class _Alarms(TrainerCallback):
     """
-    Warnings about a run in which members learn little. Each comes at most once in a `train()`.
+    Warnings about a run in which members learn little. Each warning comes at most once in a `train()`.
 
     Args:
         alert: Sends a warning to trackers. Called with the names in `report_to`, a title of less than 64 characters
@@ -231,7 +231,8 @@ class _Alarms(TrainerCallback):
         self._well, self._begin = {}, state.global_step
 
     def _warn_of_weights(self, args: Any, step: int, logs: Mapping[str, Any]) -> None:
-        # The product of a completion's ratios is the further from 1 the more tokens it has, and a mode cuts it.
+        # In these modes a completion's weight is the product of its tokens' ratios, cut or masked where it is too
+        # large. The longer the completion, the further the product is from 1.
         by_row, weight = args.vllm_importance_sampling_mode.startswith("sequence"), logs.get(WEIGHT)
         if self._lasts("weight", step, by_row and weight is not None and weight < LEAST_WEIGHT, STEPS):
             self._warn(
@@ -267,7 +268,7 @@ class PromptAlarms(_Alarms):
     Warnings about a dataset run, beside "Long completions count less" (see [`Alarms`]).
 
     - "Members do not learn": in ten optimizer steps in a row, all rewards at each prompt were equal.
-    - "A reward function judges nothing": in ten steps in a row, it gave no number for any completion.
+    - "A reward function judges nothing": in ten steps in a row, this function gave no number for any completion.
 
     Args:
         functions: Names of the reward functions.
@@ -370,12 +371,13 @@ def _name_reason(played: Played) -> str:
 DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
 
-# The launchers of PyTorch and Accelerate pass a signal on, and kill the processes that are left after so many seconds.
+# The launchers of PyTorch and Accelerate pass a signal on. They wait for as many seconds as this variable says, and
+# then kill the processes that are left.
 PATIENCE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
 def _tell_seconds_left() -> str:
-    """Writes a sentence about the launcher's patience; empty without a launcher, or if the user has set it."""
+    """Writes how long the launcher waits before it kills; empty without a launcher, or if the user has set this."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or PATIENCE in os.environ:
         return ""
     return (

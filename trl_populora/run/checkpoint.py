@@ -4,11 +4,12 @@ The HF `Trainer` writes optimizer, scheduler, generators and `trainer_state.json
 
     members/<name>/       an ordinary PEFT adapter directory per member
     population.json       base model, adapter shape, settings, members, step; a resume compares shape and settings
-    lineage.jsonl         every replacement so far
+    lineage.jsonl         every replacement so far; in a dataset run also who joined and who left
     archive.parquet       the task archive, which only the game has
     tokenizer.json, ...   the tokenizer
     game.json             state of the population. In the game: of the matchmaker and the features, coverage of the
-                          archive, held-out scores if there are any. In a dataset run: scores, and state of halving
+                          archive, held-out scores if there are any. In a dataset run: the members' mean
+                          rewards, and state of halving
     rank_state_<n>.pt     state of rank n: count of micro-batches, rows still to train on and the step they belong to,
                           metrics and loss that are not logged yet
     whole.json            names and sizes of all other files, the number of processes, the backend, and whether there
@@ -94,7 +95,10 @@ def choose_checkpoint(wanted: str | bool | None, output_dir: str) -> str | None:
 
 
 def name_backend(accelerator: Accelerator) -> str:
-    """Names what decides in which form optimizer state is saved. One process and DDP save it alike."""
+    """
+    Names the backend, which decides in which form optimizer state is saved: `"DDP"` (also for one process), `"FSDP"`
+    or `"ZeRO-<stage>"`.
+    """
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return f"ZeRO-{accelerator.state.deepspeed_plugin.zero_stage}"
     return "FSDP" if accelerator.distributed_type == DistributedType.FSDP else "DDP"
@@ -109,7 +113,7 @@ def check_optimizer_state(checkpoint: str, accelerator: Accelerator) -> None:
         `ValueError`: If it has none, or that of another backend.
     """
     manifest, ours = read_json(Path(checkpoint, MANIFEST)), name_backend(accelerator)
-    saved = manifest.get("backend", ours)  # early versions did not write it
+    saved = manifest.get("backend", ours)  # early versions did not write `backend`
     if manifest.get("optimizer", True) and saved == ours:
         return
     flaw = f"was saved under {saved}, and this run uses {ours} (one process counts as DDP): it cannot read"
@@ -128,7 +132,7 @@ def check_steps_left(checkpoint: str, reached: int, max_steps: int) -> None:
     Raises:
         `ValueError`: If the checkpoint is from a later step than the run's last one.
     """
-    if max_steps <= 0:  # epochs decide
+    if max_steps <= 0:  # then `num_train_epochs` decides when the run ends
         return
     if reached > max_steps:
         raise ValueError(
@@ -177,7 +181,7 @@ class Staging:
         self.directory = str(unfinished.parent)
         try:
             yield unfinished
-            # `Trainer` looked for the best checkpoint beside the one that it writes, which is in `_unfinished/`.
+            # `Trainer` has looked for the best checkpoint in `_unfinished/`, where it wrote. Whole ones are in `root`.
             best = root / f"{PREFIX}{state.best_global_step}"
             state.best_model_checkpoint = str(best) if best == target or best.is_dir() else None
             if self.args.should_save:
@@ -410,7 +414,10 @@ def load_members(directory: str, model: torch.nn.Module, population: Population,
 
 
 def _take_membership(root: Path, population: Population) -> None:
-    """Lets a population of students have the members of a checkpoint: some may have joined or left since its start."""
+    """
+    Gives a population without teachers the members of a checkpoint, because members may have joined or left since the
+    run began.
+    """
     state = read_json(root / "game.json").get("population", {})
     seats = state.get("seats", len(population.adapters))
     if seats != len(population.adapters):
@@ -418,7 +425,7 @@ def _take_membership(root: Path, population: Population) -> None:
             f"{root / 'game.json'}: the run has {seats} seats, this trainer has {len(population.adapters)}. "
             "Resume with the saved `students` and `max_members`, or start a new run with `warm_start` to change them."
         )
-    if "seats" in state:  # early versions did not write it
+    if "seats" in state:  # early versions did not write `seats`
         population.load_state_dict(state)
 
 
@@ -505,10 +512,10 @@ def load_game(
 
 def _check_archive(root: Path, game: Game, longer: bool) -> None:
     """
-    Checks that no task of a checkpoint's archive is held out. With `longer` completions than the saved run's, tasks
-    that fit no more are left out.
+    Checks that no task of a checkpoint's archive is held out. If `longer`, completions may be longer than in the saved
+    run; then archived tasks whose prompts no longer fit are left out.
     """
-    # The trainer has checked the given tasks, but these took their place.
+    # The trainer has checked the given tasks, but the checkpoint's tasks have taken their place.
     if shared := [task for task in game.archive if task in game.referee.held_out]:
         raise ValueError(
             f"{root} has {len(shared)} of its {len(game.archive)} archived tasks in common with `eval_dataset`, so a "

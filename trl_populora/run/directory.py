@@ -2,8 +2,8 @@
 
     a new run, and the directory holds a run    the start is refused
     a resume in the run's own directory         records are cut back to the checkpoint
-    a resume in another directory               records up to the checkpoint, and the checkpoint, are copied; if this
-                                                directory holds a run, the start is refused
+    a resume in another directory               the checkpoint and the records up to it are copied into it; if it
+                                                holds a run already, the start is refused
     a second `train()` of the same trainer      files of the first training move to `_previous-<n>/`
     `"newest"`, and there is no checkpoint      files of the earlier run move to `_previous-<n>/`
 
@@ -255,7 +255,10 @@ def _bring_records_to(checkpoint: Path, step: int, output_dir: Path) -> None:
 
 
 def _bring_left_to(checkpoint: Path, output_dir: Path, in_place: bool) -> None:
-    """Removes the adapters of members that had not left yet at the checkpoint, or copies those of members that had."""
+    """
+    Makes `left/` fit the checkpoint. In place, removes the adapters of members that had not left yet at the
+    checkpoint. Else copies to `output_dir` the adapters of members that had left.
+    """
     root = checkpoint.parent
     gone = {member["adapter"] for member in read_population(checkpoint).get("left", ())}
     for path in root.glob(f"{LEFT}/*"):

@@ -18,7 +18,7 @@ PLAYED = "propose/valid_rate"
 ANSWERED = "time/generate"
 STEP, EVALUATION = "step", "evaluation"
 METRICS, TIMES, LINEAGE = "metrics.jsonl", "times.jsonl", "lineage.jsonl"
-LEFT = "left"  # has the adapters of members that have left a dataset run
+LEFT = "left"  # folder of the adapters of members that have left a dataset run
 
 
 def classify_log(logs: Mapping[str, Any] | None) -> str | None:
@@ -29,9 +29,10 @@ def classify_log(logs: Mapping[str, Any] | None) -> str | None:
         `"step"`, `"evaluation"`, or `None` for anything else: the summary at the end of a run, or a log that the
         user's code wrote.
     """
-    # Every evaluation has both, and `metrics.jsonl` and `times.jsonl` one each. A log of the user's own code may begin
-    # with `eval`, too. The summary repeats metrics that are not logged yet, so it looks like a step. Only it has
-    # `train_runtime`.
+    # An evaluation is known by the end of a key, because logs of the user's own code may begin with `eval`, too. In
+    # `metrics.jsonl` this key is the mean solve rate (game) or the best reward (dataset run), in `times.jsonl` the
+    # runtime. The summary of a run looks like a step, because it repeats metrics that are not logged yet. Only the
+    # summary has `train_runtime`.
     keys = set(logs or ())
     marks = "solve_rate_mean", "reward_best", "runtime"
     if any(key.startswith(("eval/", "eval_")) and key.endswith(marks) for key in keys):

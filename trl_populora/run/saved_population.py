@@ -41,7 +41,7 @@ _PATTERNS = ("rank_pattern", "alpha_pattern")  # early versions did not write th
 
 # Fields of the base's configuration that decide whether an adapter fits.
 _BASE_FIELDS = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
-# TRL's settings that decide how members sample. Cross-play samples with the same.
+# TRL's settings that decide how members sample. Cross-play samples with the same settings.
 SAMPLING = (
     "temperature",
     "top_p",
@@ -122,15 +122,15 @@ class Shape:
     @classmethod
     def of(cls, model: PeftModel, base_model: str, revision: str | None = None) -> Shape:
         """
-        Reads the shape from a live model. A base without a revision was loaded from `main`. Of members of unequal rank
-        it is the shape of the first with the largest.
+        Reads the shape from a live model. A base without a revision was loaded from `main`. If members have
+        unequal ranks, the LoRA settings are those of the first member with the largest rank.
         """
         base, lora = model.get_base_model().config, find_widest([*model.peft_config.values()])
         values = {name: getattr(lora, name) for name in _LORA_FIELDS}
         if not isinstance(values["target_modules"], str):
             values["target_modules"] = sorted(values["target_modules"])
         quantization = getattr(base, "quantization_config", None)
-        # It is compared with a config that was read from JSON, so it goes through JSON, too: tuples become lists.
+        # A quantization config is compared with one from a JSON file. So it goes through JSON: tuples become lists.
         if quantization is not None:
             quantization = json.loads(json.dumps(quantization.to_dict()))
         sizes = {name: getattr(base, name, None) for name in _BASE_FIELDS}
@@ -158,7 +158,7 @@ def describe(
         step: Optimizer steps so far.
         held_out: Last solve rates on held-out tasks; `None` if the run has none.
         scores: In a dataset run, the members' mean rewards.
-        prompts: In a dataset run, what identifies the prompts of `train_dataset`.
+        prompts: In a dataset run, number and digest of the prompts in `train_dataset`.
 
     Returns:
         The contents of `population.json`.
@@ -301,7 +301,7 @@ def _check_quantization(path: Path, saved: dict | None, ours: dict | None, resum
 
 
 def warn_of_revision(source: Path, theirs: str | None, shape: Shape) -> None:
-    """Warns if adapters were trained on another revision of the base, unless that is a directory or not known."""
+    """Warns if adapters were trained on another, known revision of a base that is no directory."""
     if theirs is not None and theirs != shape.revision and not os.path.isdir(shape.base_model):
         logger.warning(
             "%s was trained on revision %r of %r, and here the base has revision %r. Adapters only make sense on the "
@@ -316,12 +316,12 @@ def warn_of_revision(source: Path, theirs: str | None, shape: Shape) -> None:
 
 def check_same_prompts(root: Path, saved: Mapping[str, Any], ours: Mapping[str, Any] | None) -> None:
     """
-    Refuses to resume on other prompts than a checkpoint's, whose place in the dataset would mean nothing.
+    Refuses to resume on other prompts than the checkpoint's: its place in the dataset would mean nothing there.
 
     Args:
         root: The checkpoint.
         saved: Contents of its `population.json`.
-        ours: What identifies the prompts of this run; `None` in the game.
+        ours: Number and digest of this run's prompts; `None` in the game.
 
     Raises:
         `ValueError`: If the prompts differ, or if one run is a game and the other is not.
@@ -353,7 +353,7 @@ def check_settings(args: GRPOConfig, root: Path, saved: Mapping[str, Any], same_
     """
     # Our values go through JSON, too, so that tuples and lists compare as equal.
     ours, theirs = json.loads(json.dumps(_collect_settings(args))), saved.get("settings", {})
-    # A run whose members have one rank saves it as `lora.r` alone.
+    # A run whose members all have the same rank saves this rank as `lora.r` alone.
     own_ranks = {name for name in ("lora_r", "lora_alpha") if name in ours or name in theirs}
     changed = [name for name in ours if name in theirs and ours[name] != theirs[name]]
     changed += sorted(name for name in own_ranks if (name in ours) != (name in theirs))
@@ -421,7 +421,7 @@ def check_plays(run: str | Path, saved: Mapping[str, Any]) -> None:
         saved: Contents of its `population.json`.
 
     Raises:
-        `ValueError`: If it is one.
+        `ValueError`: If the run is a dataset run.
     """
     if saved.get("train_prompts"):
         raise ValueError(

@@ -35,8 +35,8 @@ LOSS_NORMALISERS = {"grpo": "rows", "dr_grpo": "rows", "dapo": "tokens", "cispo"
 
 REORDERS = "it reorders rows, so that other members' adapters would compute them"
 
-# Options that a population cannot use; most may mix up members or what they share. Each must keep the value beside it,
-# for the reason after.
+# Options of TRL that a population cannot use, because most of them would let members influence each other. Each entry:
+# the option, the one value that it may have, and the reason.
 COUPLE_MEMBERS = (
     ("top_entropy_quantile", 1.0, "its threshold is taken over all members' tokens"),
     ("entropy_coef", 0.0, "the entropy bonus is averaged over all members' tokens"),
@@ -72,10 +72,10 @@ class Scorer:
 
     Args:
         settings: The run's settings.
-        population: Whose members play.
-        reward_weights: One per reward function.
-        ends: A completion whose last token is one of these was not cut off.
-        rank: This process.
+        population: The members.
+        reward_weights: One weight per reward function.
+        ends: Ids of the tokens that end a completion. A completion with another last token was cut off.
+        rank: Number of this process.
         sharing: How the model takes rows with a shared prompt; `None` if it cannot.
         skips_blank_rows: Whether the forward leaves out rows without advantage, and rows whose tokens are all masked.
     """
@@ -93,7 +93,8 @@ class Scorer:
         self.settings, self.population, self.reward_weights = settings, population, reward_weights
         self.ends = ends if settings.mask_truncated_completions else None
         self.rank, self.sharing, self.skips_blank_rows = rank, sharing, skips_blank_rows
-        # Of a run whose seats may be empty: rows of a generation, and micro-batches of an optimizer step, with all.
+        # Set if seats may be empty: how many rows a generation has, and how many micro-batches an optimizer step, when
+        # every seat has a member.
         self.rows_of_all: int | None = None
         self.micro_batches_of_all = 0
 
@@ -121,7 +122,7 @@ class Scorer:
                 settings.per_device_train_batch_size,
                 self.sharing,
             )
-            # TRL counts on as many micro-batches as all seats would fill.
+            # TRL expects as many micro-batches as if every seat had a member. Empty ones make up the number.
             packs += [[] for _ in range(self.micro_batches_of_all - len(packs))]
             played.plan += [[[step_rows[row] for row in pack] for pack in batch] for batch in packs]
 
@@ -166,9 +167,9 @@ def compute_step_advantages(
     Computes the advantages of all rows of a step, `[R]`, each role with the baseline set for it.
 
     Args:
-        records: The rows' `role`, `kind` and `group`.
-        rewards_R: Their rewards.
-        members_R: Their member indices.
+        records: One per row, with its `role`, `kind` and `group`.
+        rewards_R: Reward of each row.
+        members_R: Member index of each row.
         baselines: Per role the `baseline` of [`compute_advantages`], or `module:function` for
             [`estimate_advantages`].
         scaled: As in [`compute_advantages`]; a user's own function does not see it.
@@ -279,8 +280,8 @@ def estimate_advantages(
     solo training.
 
     Args:
-        path: Its name, `module:function`.
-        option: The option that names it, for errors.
+        path: The function, as `module:function`.
+        option: The option that names the function, for errors.
         rewards_R: Rewards. Rows of the other role are NaN; the function does not see them, and their advantage is 0.
         members_R, kinds_R, groups_R: Member, kind of task and group of each row, as integers.
 
@@ -318,7 +319,7 @@ def _moments(values_R: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, .
 
 
 def _sums(values_R: torch.Tensor, numbers_R: torch.Tensor) -> torch.Tensor:
-    """Sums the values that have the same number."""
+    """Sums the values that have the same number. Returns one sum per number, from 0 on."""
     return values_R.new_zeros(int(numbers_R.max()) + 1 if numbers_R.numel() else 0).index_add(0, numbers_R, values_R)
 
 
@@ -326,11 +327,11 @@ def compute_member_factors(
     members_R: torch.Tensor, num_tokens_R: torch.Tensor, loss_type: str, rows: int | None = None
 ) -> torch.Tensor:
     """
-    Computes per row the factor by which the joint loss makes the member's update smaller than training it alone.
+    Computes for each row how many times smaller its member's update is in the joint loss than in solo training.
 
     TRL divides the sum over all rows of an optimizer step by their number (`grpo`; `dr_grpo` also by a constant) or by
-    their completion tokens (`dapo`, `cispo`). In solo training it would divide by the member's rows or tokens only.
-    The factor is the first divisor over the second: by rows, a member with a third of them gets 3.
+    their completion tokens (`dapo`, `cispo`). In solo training TRL would divide by the member's rows or tokens only.
+    The factor is the first divisor over the second: where rows count, a member with a third of the rows gets 3.
 
     [`~trl_populora.lora.layers.Router.set`] takes the factors with the rows, and the routed layer multiplies the
     member's *gradients* by them. So every term of the loss gets the factor, the KL term (`beta`) too. A factor on the
@@ -355,7 +356,7 @@ def compute_member_factors(
             f"`loss_type={loss_type!r}` cannot be made equal to training each member alone. Use one of "
             f"{sorted(LOSS_NORMALISERS)}."
         )
-    # What a row contributes to the normaliser: itself, or its tokens.
+    # What a row adds to the normaliser: 1, or its number of tokens.
     by_rows = LOSS_NORMALISERS[loss_type] == "rows"
     weights_R = (torch.ones_like(num_tokens_R) if by_rows else num_tokens_R).to(torch.float64)
     _, numbers_R = torch.unique(members_R, return_inverse=True)

@@ -1,9 +1,10 @@
 """Update: one `beta`, `epsilon` and `temperature` per row, where TRL's loss has one for all rows of a forward.
 
-    values of the members, rows' members [B] --PerRow, columns--> TRL's loss, which only computes with them
-    temperatures of the forward's rows [N] ---divide_scores-----> TRL's fused head, once per temperature
+    beta of each row's member, [B]       ---PerRow--------> TRL's loss
+    epsilon of each row's member, [B, 1] -----------------> TRL's loss, which takes a column as it takes a number
+    temperatures of the forward's rows, [N] -divide_scores-> TRL's fused head, called once per temperature
 
-So members that differ share micro-batches as equal members do.
+So members with different settings share micro-batches, as members with equal settings do.
 
 Shapes: B rows of a micro-batch, N rows of the forward, L tokens of its longest row, K tokens that are scored.
 """
@@ -19,17 +20,17 @@ from trl.trainer import utils as trl_utils
 
 class PerRow:
     """
-    `beta` of each row, in TRL's loss: it asks whether `beta` is 0, and multiplies the KL term by it.
+    Stands for `beta` in TRL's loss, with a value per row. The loss asks whether `beta` is 0, and multiplies by it.
 
     Args:
-        values: One per row, `[B]`.
+        values: `beta` of each row, `[B]`.
     """
 
     def __init__(self, values: torch.Tensor):
         self.values = values[:, None]
 
     def __ne__(self, other: object) -> bool:
-        return True  # a tensor would answer for each row, and TRL asks for all
+        return True  # TRL wants one answer for all rows, and a tensor would give one per row
 
     def __mul__(self, per_token: torch.Tensor) -> torch.Tensor:
         return self.values * per_token
@@ -39,11 +40,11 @@ def divide_scores(model: Callable[..., Any], temperatures: Sequence[float]) -> C
     """
     Wraps a model with TRL's fused head, so that the head divides the scores of each row by the row's temperature.
 
-    TRL's head takes one temperature when it is made. Here it scores the tokens of each temperature by themselves; the
-    layers below compute all rows together.
+    TRL's head knows one temperature for all tokens. Here the head is called once per temperature, with the tokens of
+    that temperature alone. The layers below the head still compute all rows together.
 
     Args:
-        model: Is called as TRL's `_get_per_token_logps_and_entropies` calls it.
+        model: The model. It gets the arguments that TRL's `_get_per_token_logps_and_entropies` gives a model.
         temperatures: One per row of the forward, `[N]`.
     """
 
@@ -67,9 +68,9 @@ class _HeadByTemperature:
 
     Args:
         head: TRL's function.
-        temperatures: Of each token, `[N, L]`.
+        temperatures: Temperature of each token, `[N, L]`.
         scored: Which tokens have a label, `[N, L]`.
-        values: All temperatures.
+        values: Each temperature that occurs, once.
     """
 
     def __init__(self, head: Any, temperatures: torch.Tensor, scored: torch.Tensor, values: set[float]):
@@ -78,7 +79,7 @@ class _HeadByTemperature:
     def apply(
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: Any, labels: torch.Tensor, _: float, *others: Any
     ) -> tuple[torch.Tensor | None, ...]:
-        """Computes what TRL's function does, `[K]` each. K takes in all tokens where TRL does not skip any."""
+        """Computes what TRL's function computes, tensors `[K]`. If TRL skips no token, K counts all tokens."""
         whole = len(hidden) == self.scored.numel()
         temperatures = (self.temperatures.flatten() if whole else self.temperatures[self.scored]).to(hidden.device)
         places, parts = [], []

@@ -1,6 +1,6 @@
 """Update: which rows of a step are computed together, how they enter the model, and what the loss says of them.
 
-    rows of a step [R, P + C] --plan_micro_batches--> packs --cut--> micro-batches [B, P' + C'], B, P', C' of their own
+    rows of a step [R, P + C] --plan_micro_batches--> packs --cut--> micro-batches [B, P' + C'], of unequal sizes
 
 A step's rows are dealt once, by [`plan_micro_batches`], as soon as their advantages are known. At most one micro-batch
 holds rows of both roles; a single agent's rows count as one role. In a micro-batch the rows of a member stand side by
@@ -327,13 +327,13 @@ def trim(batch: Batch, multiple: int = 1) -> Batch:
 
 
 def measure_padding(batches: Sequence[Batch]) -> float:
-    """The share of the tokens of all forwards that is padding."""
+    """Measures which share of the tokens of all forwards is padding."""
     layouts = [read_layout(batch) for batch in batches]
     return 1 - sum(layout.used for layout in layouts) / sum(layout.grid for layout in layouts)
 
 
 def measure_shared(batches: Sequence[Batch]) -> float:
-    """The share of the tokens of live rows that is not computed, because rows with one prompt share it."""
+    """Measures which share of the tokens of live rows is not computed, because rows share a prompt."""
     tokens = sum(sum(map(sum, _lengths(batch))) for batch in batches)
     return 1 - sum(read_layout(batch).used for batch in batches) / max(1, tokens)
 
@@ -380,7 +380,7 @@ class Sharing:
     How a model takes rows with a shared prompt.
 
     Args:
-        additive: Whether its attention adds the mask (eager) instead of taking a boolean one (SDPA).
+        additive: Whether the model's attention adds the mask to scores (eager) instead of taking a boolean one (SDPA).
         pair_cost: What attention costs per pair of tokens, as a share of what the linear layers cost per token.
         multiple: L is a multiple of it (`pad_to_multiple_of`).
     """
@@ -428,7 +428,7 @@ def why_not_shared(base: nn.Module) -> str:
 
 class Layout:
     """
-    The rows of one forward.
+    How the rows of a micro-batch are laid out in one forward.
 
     Args:
         packs: Per row of the forward, the rows of the micro-batch that it holds. These have one member and one prompt.
@@ -463,7 +463,7 @@ class Layout:
         return len(self.packs) * self.width
 
     def cost(self, sharing: Sharing | None) -> float:
-        """Estimates the cost, in tokens through the linear layers. Without `sharing` attention is left out."""
+        """Estimates the forward's cost, in tokens through linear layers. Without `sharing` attention is left out."""
         return self.grid * (1 + (0 if sharing is None else sharing.pair_cost) * self.width)
 
     def log_probs(
@@ -483,7 +483,7 @@ class Layout:
             model: The model, which `compute` calls.
             ids, mask: The micro-batch, `[B, P + C]`.
             length: C.
-            sharing: How the model takes branches; needed where a prompt is shared.
+            sharing: How the model takes rows with a shared prompt; needed if the layout has branches.
         """
         with score_labels_alone():
             if self.branches and sharing is not None:
@@ -630,7 +630,7 @@ def lay_out(
     )
 
 
-# What TRL tells of vLLM's samples, over the rows that are computed.
+# TRL's figures about vLLM's samples, taken over the computed rows alone.
 
 
 def measure_sampling(output: Batch) -> dict[str, float]:
@@ -656,7 +656,7 @@ def measure_sampling(output: Batch) -> dict[str, float]:
     ratios = ratios[computed] if ratios.shape == computed.shape else ratios[computed.any(dim=1)].flatten()
     found: dict[str, float] = {}
     for name, values in {
-        "sampling_logp_difference": differences[~differences.isnan()],  # vLLM could not score every token
+        "sampling_logp_difference": differences[~differences.isnan()],  # NaN marks tokens that vLLM could not score
         "importance_sampling_ratio": ratios,
     }.items():
         least, most = values.aminmax() if len(values) else (values.new_tensor(math.inf), values.new_tensor(-math.inf))
@@ -664,7 +664,7 @@ def measure_sampling(output: Batch) -> dict[str, float]:
         count = float(parts[:, 1].sum())
         known = {"mean": parts[:, 0].sum() / count, "min": parts[:, 2].min(), "max": parts[:, 3].max()}
         found |= {f"sampling/{name}/{what}": float(value) if count else math.nan for what, value in known.items()}
-    del found["sampling/sampling_logp_difference/min"]  # TRL has none
+    del found["sampling/sampling_logp_difference/min"]  # TRL has no such figure
     return found
 
 
@@ -734,7 +734,7 @@ class MemberMetrics:
 
     def __init__(self, by_row: bool, one_sided: bool):
         self.by_row, self.one_sided = by_row, one_sided
-        self._sums: dict[str, torch.Tensor] = {}  # of each figure and of the tokens, by member
+        self._sums: dict[str, torch.Tensor] = {}  # by figure, or "tokens": a sum per member
 
     def add(self, batch: Batch, log_probs: LogProbs, bounds: tuple[Any, Any], members: int) -> None:
         """

@@ -87,7 +87,7 @@ def play_step(game: Game, done: int, reward: Reward) -> Played:
 
     Args:
         game: The players and the rules.
-        done: Optimizer steps before this one. Files and metrics call this one step `done + 1`.
+        done: Optimizer steps so far. Files and metrics give this step the number `done + 1`.
         reward: Gives the rewards of the step's rows. The trainer's asks TRL's reward functions.
 
     Returns:
@@ -144,7 +144,7 @@ def _propose(game: Game, matches: Sequence[Match], done: int, rng: random.Random
 
 
 def _complete(game: Game, samples: Sequence[Sample]) -> None:
-    """Generates what the members write. Collective, unless no rank has a sample."""
+    """Lets the members write the completions of the samples. Collective, unless no rank has a sample."""
     if not samples:
         return
     completions = game.player.generate([each.prompt for each in samples], [each.member for each in samples])
@@ -207,7 +207,8 @@ def _verify(game: Game, slots: Sequence[Slot], step: int, rng: random.Random) ->
         replace(outcome, author=slot.match.teacher, step=step) if isinstance(outcome, Task) else outcome
         for (slot, _), outcome in zip(proposed, judged, strict=True)
     ]
-    # A user's own kind might name other features on another rank, so the rank of the author names them for all.
+    # A user's own kind might name other features on another rank. So only the rank that holds a proposal names its
+    # features, and the other ranks get them from there.
     named = [
         (outcome, name_features(game.referee.kinds[outcome.kind], outcome) if isinstance(outcome, Task) else ())
         for outcome in found
@@ -223,7 +224,7 @@ def _verify(game: Game, slots: Sequence[Slot], step: int, rng: random.Random) ->
                     words[outcome.task_id] = features
                 elif rank == game.player.rank:
                     found[place] = Refusal(Reject.DUPLICATE, "such a task was proposed or given before")
-    for task in accepted:  # all are counted before any is priced, so no rarity depends on the order of tasks
+    for task in accepted:  # all tasks are counted before one is priced, so no rarity depends on their order
         game.features.add(words[task.task_id])
     for (slot, _), outcome in zip(proposed, found, strict=True):
         if isinstance(outcome, Task):

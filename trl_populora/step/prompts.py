@@ -1,10 +1,10 @@
-"""A step of a dataset run: every member answers prompts of the dataset, and reward functions say what it is worth.
+"""A step of a dataset run: members answer prompts of the dataset, and reward functions judge each answer.
 
     rows of this rank [R] --the members write--> completions --TRL's reward functions--> rewards [W * R, functions]
         --PromptScorer--> advantages as TRL computes them for each member alone, rows by optimizer step
 
-A rank's rows stand member by member, and each member has equally many. The numbers of TRL hold for each member: rows
-of a generation, attempts at a prompt, optimizer steps of a generation.
+A rank's rows stand member by member, and each member has equally many rows. What TRL sets for a whole run holds for
+each member here: rows of a generation, attempts at a prompt, optimizer steps of a generation.
 
 Shapes: R rows of this rank, W ranks, M members, N rows of a member on all ranks, G attempts at a prompt.
 """
@@ -34,7 +34,7 @@ class PromptRow:
     Args:
         member: Name of the member.
         prompt: The prompt as the dataset has it: text or messages.
-        completion: What it wrote.
+        completion: What the member wrote.
     """
 
     member: str
@@ -50,13 +50,15 @@ class PromptRow:
 
 class PromptScorer(Scorer):
     """
-    Takes the rows of a generation from rewards to advantages and micro-batches, each member's as TRL would.
+    Takes the rows of a generation from rewards to advantages and micro-batches. Each member's rows are treated as TRL
+    would treat them alone.
 
     Args:
         attempts: G, `num_generations`.
-        optimizer_steps: Optimizer steps that share the rows of a generation, without `num_iterations`.
-        rows_of_all: Rows of a generation if no seat is empty, on all ranks.
-        micro_batches_of_all: Micro-batches of an optimizer step if no seat is empty, on a rank.
+        optimizer_steps: Into how many optimizer steps the rows of a generation are dealt. Repeats by `num_iterations`
+            do not count.
+        rows_of_all: Rows of a generation on all ranks when no seat is empty.
+        micro_batches_of_all: Micro-batches of an optimizer step on one rank when no seat is empty.
         others: Arguments of [`~trl_populora.step.advantages.Scorer`].
     """
 
@@ -114,7 +116,7 @@ class PromptScorer(Scorer):
 
 
 def _leave_out_nan(means: Mapping[str, float]) -> dict[str, float]:
-    """Leaves out the members that no function judges."""
+    """Leaves out the members whose mean is NaN, because no reward function judged them."""
     return {name: mean for name, mean in means.items() if not math.isnan(mean)}
 
 
@@ -143,18 +145,21 @@ class MemberScores:
         self.learned: set[str] = set()
         self.evaluated: dict[str, float] = {}
         self.step = -1
-        self._tables: list[dict[str, float]] = []  # of the evaluations at this step
+        self._tables: list[dict[str, float]] = []  # one per table that was evaluated at this step
 
     def choose(self, step: int, rated: bool) -> tuple[dict[str, float], str]:
         """
-        Chooses the figures that decide which member is best, and says in words what they are.
+        Chooses the figures that decide which member is best.
 
-        An evaluation of these weights decides, else the rating, which means no figures. Members without a rating,
-        whose prompts differ, are compared by their rewards.
+        If the last evaluation was at this step, its mean rewards decide. Else the ratings decide, and the figures are
+        empty. Members that get different prompts have no ratings; then the mean rewards of the last generation decide.
 
         Args:
-            step: Optimizer steps of the members.
+            step: Optimizer steps so far.
             rated: Whether members have ratings.
+
+        Returns:
+            Mean rewards by `name@version`, and what decides, in words.
         """
         if self.evaluated and self.step == step:
             return self.evaluated, "reward on eval_dataset"
@@ -162,11 +167,12 @@ class MemberScores:
 
     def note_evaluation(self, step: int, means: Mapping[str, float]) -> None:
         """
-        Notes the members' mean rewards on a table of `eval_dataset`. Of several tables at one step, the mean counts.
+        Notes the members' mean rewards on a table of `eval_dataset`. If several tables are noted at one step, a
+        member's mean over these tables counts.
 
         Args:
-            step: Optimizer steps of the members.
-            means: Mean rewards by `name@version`; NaN of a member that no function judges.
+            step: Optimizer steps so far.
+            means: Mean rewards by `name@version`; NaN for a member that no reward function judged.
         """
         if step != self.step:
             self.step, self._tables = step, []
@@ -175,7 +181,7 @@ class MemberScores:
         self.evaluated = {name: fmean(table[name] for table in self._tables if name in table) for name in names}
 
     def describe(self, member: Member) -> dict[str, Any]:
-        """Returns a member's figures for `population.json`; `None` where there is none."""
+        """Returns a member's mean rewards and the step of the evaluation, for `population.json`; `None` if unknown."""
         return {
             "reward": _leave_out_nan(self.trained).get(member.identity),
             "eval_reward": self.evaluated.get(member.identity),
@@ -207,9 +213,9 @@ def measure_members(
     Measures each member by its rows on all ranks.
 
     Args:
-        seats: The members by the names of their seats.
-        records: The rows' `member`, in the order of the rows.
-        rewards_R: Reward of each row, NaN where no function judges it.
+        seats: The member in each seat, by the seat's name; `None` for an empty seat.
+        records: One per row, with its `member`.
+        rewards_R: Reward of each row; NaN where no function judges the row.
         per_function: Reward of each row by each function, `[W * R, functions]`.
         functions: Names of the reward functions.
         lengths: Tokens of each completion.

@@ -272,7 +272,7 @@ class Played:
         return cls(rows, state["records"], seconds=state["seconds"], metrics=state["metrics"])
 
 
-# By these names TRL hands a reward function what it knows beside the columns.
+# Names of the arguments that TRL gives a reward function beside the columns.
 ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
@@ -300,7 +300,9 @@ def check_arguments(function: Callable[..., Any], columns: Sequence[str]) -> Non
     parameters = inspect.signature(function).parameters.values()
     named = {each.name: each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
     given = (*ARGUMENTS, *(name for name in columns if name not in ("prompt", "completion", "completion_ids")))
-    called = getattr(getattr(function, "func", function), "__name__", type(function).__name__)  # of a partial, too
+    called = getattr(
+        getattr(function, "func", function), "__name__", type(function).__name__
+    )  # a partial's name is in its `func`
     absent = [name for name in named if name not in given and named[name].default is inspect.Parameter.empty]
     if absent:
         asked = ", ".join(f"`{name}`" for name in absent)
@@ -331,7 +333,8 @@ def measure_step(
         tasks: The accepted proposals of all ranks.
         complexities: The measures of these tasks, by name.
         kinds: The run's kinds by name.
-        new_programs: How many programs are new to the archive. Other constants alone make no program new.
+        new_programs: How many programs are new to the archive. A program that differs from an earlier one only in its
+            constants is not new.
     """
     proposals = [r for r in records if r["role"] == "teacher"]
     valid = [r for r in proposals if r["valid"]]
@@ -395,7 +398,8 @@ def _find_metric(path: str) -> Metrics:
     return tell
 
 
-# Start the keys of a user's own metrics until they are logged: only then all other names of a step are known.
+# Each name of a user's own metric begins with one of these until it is logged. Only then are all other names of the
+# step known, so that a name given twice is noticed.
 OWN_METRICS, LOG_METRIC = "`own_metrics`: ", "`log_metric`: "
 # What `Trainer` adds to a log after all others, and the key by which `run/read.py` knows the summary of a run.
 _TAKEN = ("epoch", "step", "train_runtime")

@@ -33,10 +33,10 @@ class Sample:
 
     Args:
         member: Name of the member.
-        prompt: The conversation that it was asked.
-        completion: What it wrote; empty until it is generated.
-        grade: Of an attempt, what the referee made of it.
-        pay: What the rules pay for it; NaN until it is priced.
+        prompt: What the member was asked, as messages.
+        completion: What the member wrote; empty until it is generated.
+        grade: The referee's judgement of an attempt; `None` for a proposal, and until the attempt is graded.
+        pay: What the rules pay for the completion; NaN until it is priced.
     """
 
     member: str
@@ -63,8 +63,8 @@ class Slot:
     - Without teachers, its task is one of the given tasks.
 
     Args:
-        match: The members that play it. Without teachers `match.teacher` is empty.
-        kind: Name of the kind of task that the teacher was asked for, or of the task that was drawn.
+        match: The teacher and the student of this slot. Without teachers `match.teacher` is empty.
+        kind: Name of a kind of task: the kind that the teacher was asked for, or else the kind of the drawn task.
         references: Archived tasks that the teacher was shown.
         dropped: How many references did not fit into the proposal prompt.
         proposal: What the teacher wrote; `None` where nobody proposes.
@@ -72,7 +72,7 @@ class Slot:
         task: What the match's student attempts: the proposed task, else an archived or given one.
         attempts: The student's attempts at the task.
         features: Words for what a proposed task uses.
-        outcome: What the price of the proposal depends on; `None` where nobody proposes.
+        outcome: What the pay of the proposal depends on; `None` where nobody proposes, and until it is graded.
         share: The student's part of this proposal, in [0, 1]; NaN where nobody proposes.
     """
 
