@@ -79,8 +79,7 @@ class Halving(TrainerCallback):
     def _tell_outcome(self, staying: Sequence[Member], leaving: Sequence[Member]) -> None:
         """Prints who stays and who leaves. Warns if the seat decided, or if the last evaluation says otherwise."""
         stay, go = (
-            ", ".join(f"{each.name} {self.measure(each):+.3f}".replace("-inf", "-") for each in side)
-            for side in (staying, leaving)
+            ", ".join(f"{each.name} {self.measure(each):+.3f}" for each in side) for side in (staying, leaving)
         )
         self.tell(f"halving by mean reward: staying {stay}; leaving {go}")
         last, next_one = staying[-1], leaving[0]
