@@ -206,28 +206,6 @@ class TestRun:
         (first, *_) = list_members(saved).roles["student"]
         assert first[0] == saved["best_student"]
 
-    def test_below_the_table_stand_the_best_its_equals_and_who_has_not_learned(self, run, tmp_path, capsys):
-        saved = read_population(run)
-        assert all(member["learned"] for member in saved["members"])
-        best = saved["best_student"]
-        equal, other = (member["name"] for member in saved["members"] if member["name"] != best)
-
-        def shown(**changes) -> str:
-            (tmp_path / "population.json").write_text(json.dumps(saved | changes))
-            print_population(tmp_path)
-            return capsys.readouterr().out.replace("\n", " ")
-
-        assert f"Best: {best}, by reward on eval_dataset." in shown()
-        for member in saved["members"]:
-            member |= {"eval_reward": float(member["name"] != other), "mu": 25.0, "learned": member["name"] != other}
-        told = shown(best_student_by="rating among those with the highest reward on eval_dataset")
-        assert f"Best: {best}. {equal} had the same reward on eval_dataset, so the first was taken." in told
-        assert f"Not trained: {other}. At each of its prompts all rewards were equal." in told
-        for member in saved["members"]:
-            member["mu"] += member["name"] == best
-        told = shown(best_student_by="rating among those with the highest reward on eval_dataset")
-        assert f"Best: {best}. {equal} had the same reward on eval_dataset, so the rating decided." in told
-
     def test_the_table_shows_the_settings_that_differ(self, run):
         saved = read_population(run)
         for place, member in enumerate(saved["members"]):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 from safetensors.torch import load_file
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerCallback
 from trl.trainer.utils import RepeatSampler
 
 from tests import join_worker
@@ -22,13 +22,11 @@ from tests.small_run import scale_gradients, small_lora
 from trl_populora import PopuLoRAConfig, PopuLoRATrainer
 from trl_populora.hub.card import _write_lineage
 from trl_populora.lora.members import member_param_groups, member_parameters, read_member
-from trl_populora.population.halving import Halving
 from trl_populora.population.members import Population
 from trl_populora.report.callbacks import list_family
 from trl_populora.report.charts import draw_lineage
 from trl_populora.report.load import load_run
 from trl_populora.report.page import write_report
-from trl_populora.report.table import list_members
 from trl_populora.run.read import read_lines, read_population
 from trl_populora.tasks.prompts import HalvingSampler
 
@@ -285,9 +283,8 @@ def by_writer(completion_ids, member, **columns) -> list[float]:
 HALVING = {"halve_every": 2, "max_steps": 7, "rewards": [by_writer], "num_generations": 4}
 
 
-def test_halving_keeps_the_better_half_and_all_rows(random_base, tmp_path, capsys):
-    rates = [1e-4, 2e-4, 3e-4, 4e-4]
-    trainer, judge = run(random_base, tmp_path, ["a", "b", "c", "d"], learning_rate=rates, **HALVING)
+def test_halving_keeps_the_better_half_and_all_rows(random_base, tmp_path):
+    trainer, judge = run(random_base, tmp_path, ["a", "b", "c", "d"], **HALVING)
     assert trainer.population.names == ["student_2"]
     rows = [Counter(call["member"]) for call in judge.calls]
     four = {f"student_{place}": 8 for place in range(4)}
@@ -304,34 +301,6 @@ def test_halving_keeps_the_better_half_and_all_rows(random_base, tmp_path, capsy
     ]
     steps = [line["step"] for line in read_lines(tmp_path / "metrics.jsonl") if "loss" in line]
     assert steps == list(range(1, 8))
-    said = capsys.readouterr().out
-    assert re.search(
-        r"^step 2/7 \| halving .*: staying student_2 .*, student_3 .*; leaving student_0 ", said, re.MULTILINE
-    )
-    assert re.search(r"^step 4/7 \| halving .*: staying student_2 .*; leaving student_3 ", said, re.MULTILINE)
-    assert [each["settings"]["learning_rate"] for each in told["left"]] == [2e-4, 1e-4, 4e-4]
-    assert [each["reward"] // 10 for each in told["left"]] == [0, 1, 2], "by the place of the writer"
-    table = list_members(told)
-    assert table.header[:2] == ("member", "learning_rate")
-    shown = [(cells[0], cells[-1]) for cells in table.roles["student"]]
-    assert shown == [("student_2", "-"), *((f"student_{n}", f"step {step}") for n, step in ((3, 4), (0, 2), (1, 2)))]
-
-
-def test_a_halving_that_chance_or_training_alone_decides_is_warned_of(caplog):
-    population, told = Population(0, 4), []
-    evaluated = {"student_0@0": 0.3, "student_1@0": 0.1, "student_3@0": 0.9}
-    halving = Halving(2, 4, population, lambda name: population.leave(name, 2, ""), told.append, lambda: evaluated)
-    state = TrainerState(global_step=2, max_steps=8)
-    halving.note({"student_0": 0.5, "student_1": 0.25, "student_2": 0.25, "student_3": 0.125})
-    halving.on_step_begin(None, state, None)
-    assert population.names == ["student_0", "student_1"]
-    assert "student_1 and student_2 have equal mean rewards" in caplog.text
-    assert "student_3 left, and was the best on `eval_dataset` in the last evaluation (+0.900)" in caplog.text
-    caplog.clear()
-    state.global_step = 4
-    halving.note({"student_0": 0.5, "student_1": 0.25})
-    halving.on_step_begin(None, state, None)
-    assert (len(told), caplog.text) == (2, "")
 
 
 def test_before_the_first_halving_rows_are_those_of_a_plain_sweep(random_base, tmp_path):
@@ -577,9 +546,8 @@ def test_reports_tell_who_joined_and_left(random_base, tmp_path):
     trainer, _ = run(random_base, tmp_path, after_2=change, max_steps=3, max_members=4)
     trainer.save_model()
     page = write_report(tmp_path).read_text()
-    for text in ("late@0", "student_0@0", "join", "leave", "<h2>Members that joined or left</h2>"):
+    for text in ("late@0", "student_0@0", "join", "leave"):
         assert text in page
-    assert "Births" not in page
     members, lines = read_population(tmp_path)["members"], read_lines(tmp_path / "lineage.jsonl")
     family = {each["member"]: each for each in list_family(members, lines)}
     assert family["student_0@0"]["replaced"] == 2

@@ -26,7 +26,6 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import gather_object, set_seed
 from datasets import Dataset
 from peft import LoraConfig
-from tqdm.auto import tqdm
 from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, is_conversational
 from trl.extras.profiling import profiling_context
@@ -58,7 +57,7 @@ from trl_populora.population.members import PRIOR_MU, PRIOR_SIGMA, Population
 from trl_populora.population.pooling import PoolingCallback
 from trl_populora.population.ratings import rate_by_rewards
 from trl_populora.run import checkpoint, directory, records
-from trl_populora.run.callbacks import PHASES, PROMPT_PHASES, PhaseClock, StopAtSignals, format_event, use_step_line
+from trl_populora.run.callbacks import PHASES, PROMPT_PHASES, PhaseClock, StopAtSignals, use_step_line
 from trl_populora.run.read import LEFT, LINEAGE, read_population
 from trl_populora.run.saved_population import Shape, describe
 from trl_populora.step import microbatch
@@ -372,14 +371,7 @@ class PopuLoRATrainer(HubTrainer):
             )
             self.add_callback(pooling)
         if self.args.halve_every:
-            self.halving = Halving(
-                self.args.halve_every,
-                self.args.students,
-                self.population,
-                leave=self._leave,
-                tell=self._tell,
-                evaluated=lambda: self.scores.evaluated if self.scores else {},
-            )
+            self.halving = Halving(self.args.halve_every, self.args.students, self.population, self._leave)
             self.add_callback(self.halving)
         use_step_line(self.callback_handler)
         self.callback_handler.callbacks.insert(0, records.OnlyKnown())  # before the trackers of `report_to`
@@ -700,8 +692,6 @@ class PopuLoRATrainer(HubTrainer):
         means = {member.name: figures[f"member/{seat}/reward"] for seat, member in seats.items() if member}
         assert self.scores is not None, "a dataset run has them"
         self.scores.trained = {self.population[name].identity: mean for name, mean in means.items()}
-        worth = zip(played.records, played.worth.advantages.tolist(), strict=True)
-        self.scores.learned |= {self.population[row["member"]].identity for row, advantage in worth if advantage}
         if self.args.member_prompts == "shared":
             rate_by_rewards(self.population, means)
             figures |= self.population.metrics(("student",))
@@ -1100,7 +1090,6 @@ class PopuLoRATrainer(HubTrainer):
         event = {"step": step, "role": "student", "child": member.identity, "replaced": None, "operator": "join"}
         event |= {"parents": [parent.record for parent in parents], "mu": member.mu, "sigma": member.sigma}
         self._note_lineage(event | {"seat": adapter, "settings": settings})
-        self._tell(f"{name} joins" + (f" as a copy of {like}" if like else ""))
 
     def remove_member(self, name: str) -> None:
         """
@@ -1114,14 +1103,12 @@ class PopuLoRATrainer(HubTrainer):
         """
         self._check_membership("remove_member")
         self._leave(name)
-        self._tell(f"{name} leaves")
 
     def _leave(self, name: str) -> None:
         """Lets a member leave. Collective."""
         adapter, step = self.population.adapter(name), self.state.global_step
         place = f"{LEFT}/{name}-{self.population[name].version}"
-        assert self.scores is not None, "members leave dataset runs only"
-        member = self.population.leave(name, step, place, self.scores.describe(self.population[name]))
+        member = self.population.leave(name, step, place)
         lora_members.save_member(
             self.model_wrapped, adapter, Path(self.args.output_dir, place), self.args.should_save, step
         )
@@ -1145,11 +1132,6 @@ class PopuLoRATrainer(HubTrainer):
                 f"`{method}` after optimizer step {self.state.global_step}: rows of this generation still wait for an "
                 f"update. Call it after a multiple of {self.args.optimizer_steps_per_generation} optimizer steps."
             )
-
-    def _tell(self, event: str) -> None:
-        """Prints on rank 0 what happens between two steps."""
-        if self.is_world_process_zero():
-            tqdm.write(format_event(self.state.global_step, self.state.max_steps, event))
 
     def _note_lineage(self, event: Mapping[str, Any]) -> None:
         """Adds a line to `lineage.jsonl`."""

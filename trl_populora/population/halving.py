@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers import TrainerCallback
@@ -33,21 +33,10 @@ class Halving(TrainerCallback):
         members: Members at the start, a power of two.
         population: The members.
         leave: Takes a member's name, and empties its seat. Collective.
-        tell: Prints a sentence beside the lines of the steps, on rank 0 only.
-        evaluated: Returns the members' mean rewards in the last evaluation, by `name@version`; empty before it.
     """
 
-    def __init__(
-        self,
-        every: int,
-        members: int,
-        population: Population,
-        leave: Callable[[str], None],
-        tell: Callable[[str], None],
-        evaluated: Callable[[], Mapping[str, float]],
-    ):
-        self.every, self.members, self.population = every, members, population
-        self.leave, self.tell, self.evaluated = leave, tell, evaluated
+    def __init__(self, every: int, members: int, population: Population, leave: Callable[[str], None]):
+        self.every, self.members, self.population, self.leave = every, members, population, leave
         self._sums: dict[str, float] = {}
         self._counts: dict[str, int] = {}
 
@@ -68,38 +57,14 @@ class Halving(TrainerCallback):
         if len(self.population) <= left:
             return
         # Of members with equal means the one with the highest index goes.
-        ranked = sorted(self.population, key=lambda member: (-self.measure(member), member.index))
-        staying, leaving = ranked[:left], ranked[left:]
+        ranked = sorted(self.population, key=lambda member: (self.measure(member), -member.index))
+        leaving = ranked[: len(ranked) - left]
         if state.is_world_process_zero:
-            self._tell_outcome(staying, leaving)
-        for member in reversed(leaving):  # the worst first
+            told = ", ".join(f"{each.name} ({self.measure(each):.3f})" for each in ranked)
+            logger.info("Halving after step %d, by mean reward: %s; %d stay.", state.global_step, told, left)
+        for member in leaving:
             self.leave(member.name)
         self._sums, self._counts = {}, {}
-
-    def _tell_outcome(self, staying: Sequence[Member], leaving: Sequence[Member]) -> None:
-        """Prints who stays and who leaves. Warns if the seat decided, or if the last evaluation says otherwise."""
-        stay, go = (
-            ", ".join(f"{each.name} {self.measure(each):+.3f}" for each in side) for side in (staying, leaving)
-        )
-        self.tell(f"halving by mean reward: staying {stay}; leaving {go}")
-        last, next_one = staying[-1], leaving[0]
-        if self.measure(last) == self.measure(next_one):
-            logger.warning(
-                "Halving: %s and %s have equal mean rewards. The first of them stayed, which is chance. With more "
-                "steps from one halving to the next (`halve_every`) fewer members are equal.",
-                last.name,
-                next_one.name,
-            )
-        held = self.evaluated()
-        known = [each for each in (*staying, *leaving) if each.identity in held]
-        best = max(known, key=lambda member: held[member.identity], default=None)  # of equals one that stays
-        if best in leaving:
-            logger.warning(
-                "Halving: %s left, and was the best on `eval_dataset` in the last evaluation (%+.3f). Rewards in "
-                "training decide who leaves. A larger `halve_every` decides by more of them.",
-                best.name,
-                held[best.identity],
-            )
 
     def state_dict(self) -> dict[str, Any]:
         """Returns plain data, ready for JSON."""

@@ -20,8 +20,6 @@ ROLES = ("teacher", "student")
 # TrueSkill's prior (Herbrich et al., 2006), which PopuLoRA keeps: the rating of a member without matches or parents.
 PRIOR_MU = 25.0
 PRIOR_SIGMA = 25.0 / 3
-# `best_student` says this, and the figure, where several students have the highest.
-TIE = "rating among those with the highest "
 
 
 @dataclass
@@ -180,7 +178,7 @@ class Population:
             return max(self.students, key=self.fitness).name, "rating"
         highest = max(rates[student.identity] for student in measured)
         best = [student for student in measured if rates[student.identity] == highest]
-        why = what if len(best) == 1 else TIE + what
+        why = what if len(best) == 1 else f"rating among those with the highest {what}"
         return max(best, key=self.fitness).name, why
 
     def replace(
@@ -266,26 +264,24 @@ class Population:
         self.members = sorted([*self.members, member], key=lambda each: each.index)
         return member
 
-    def leave(self, name: str, step: int, adapter: str, figures: Mapping[str, Any] | None = None) -> Member:
+    def leave(self, name: str, step: int, adapter: str) -> Member:
         """
-        Removes a member from its seat, adds a record of it to `left`, and returns it.
+        Empties the seat of a member, and keeps a record of it in `left`.
 
         Args:
             name: The member.
             step: Optimizer steps so far.
-            adapter: Directory in which the member's adapter is saved, relative to the run's directory.
-            figures: The member's rewards, for the record.
+            adapter: Where its adapter is saved, below the run's directory.
 
         Raises:
             `KeyError`: If no member is called `name`.
-            `ValueError`: If the population has no other member.
+            `ValueError`: If it is the last one.
         """
         member = self[name]
         if len(self.members) == 1:
             raise ValueError(f"{name!r} is the last member, and a run needs one.")
         self.members = [each for each in self.members if each is not member]
-        record = {each: getattr(member, each) for each in ("name", "role", "version", "mu", "sigma", "age", "born")}
-        record |= {"settings": member.settings, **(figures or {})}
+        record = {each: getattr(member, each) for each in ("name", "version", "mu", "sigma", "age", "born")}
         self.left.append({**record, "step": step, "adapter": adapter})
         return member
 

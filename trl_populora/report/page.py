@@ -144,10 +144,8 @@ counted as optimizer steps.</p>
 
 
 def _write_end(run: Run, samples: Sequence[Any], way: str | None) -> str:
-    """Writes the sections with changes of the members and with samples."""
-    # In a dataset run members may join and leave without any birth, and without evolution there may be no change.
-    title = "Births" if run.game or _count_births(run) or not run.lineage else "Members that joined or left"
-    births = f"<h2>{title}</h2>\n{_write_births(run)}\n"
+    """Writes the sections with births and with samples. A dataset run without evolution has no births."""
+    births = f"<h2>Births</h2>\n{_write_births(run)}\n"
     if run.game:
         return f"{births}<h2>Sample tasks with attempts</h2>\n{_write_samples(samples, way)}"
     evolves = run.lineage or run.population.get("settings", {}).get("evolve_every")
@@ -199,7 +197,7 @@ def _list_game_facts(run: Run) -> dict[str, Any]:
         "task kinds": ", ".join(run.population.get("task_kinds", [])) or "-",
         "teachers": len(run.members("teacher")),
         "students": len(run.members("student")),
-        "births": _count_births(run),
+        "births": sum(event["child"] is not None for event in run.lineage),
         "tasks in the archive": _format_number(run.latest.get("archive/size"), ".0f"),
     }
 
@@ -211,7 +209,7 @@ def _list_prompt_facts(run: Run) -> dict[str, Any]:
     return (
         facts
         | {"reward functions": ", ".join(run.functions) or "-"}
-        | ({"births": _count_births(run)} if _count_births(run) else {})
+        | ({"births": sum(event["child"] is not None for event in run.lineage)} if run.lineage else {})
     )
 
 
@@ -287,11 +285,6 @@ def _write_members(run: Run) -> str:
     return _write_table(found.header, body, "cards")
 
 
-def _count_births(run: Run) -> int:
-    """Counts the members that took the place of another one."""
-    return sum(event["child"] is not None and event["replaced"] is not None for event in run.lineage)
-
-
 def _write_births(run: Run) -> str:
     if not run.lineage:
         return '<p class="note">Nobody has been replaced yet.</p>'
@@ -311,7 +304,7 @@ def _write_births(run: Run) -> str:
         ]
         body.append((cells, ""))
     table = _write_table(header, body, "cards")
-    return table if len(body) <= _ROWS else _fold("births", f"all {len(body)} changes", table)
+    return table if len(body) <= _ROWS else _fold("births", f"all {len(body)} births", table)
 
 
 def _write_settings(run: Run) -> str:

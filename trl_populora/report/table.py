@@ -6,7 +6,6 @@ evaluation. The page shows all three tables, the terminal and the card on the Hu
 
 from __future__ import annotations
 
-import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +16,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from trl_populora.errors import make_printable
-from trl_populora.population.members import ROLES, TIE
+from trl_populora.population.members import ROLES
 from trl_populora.report.load import Run, name_table
 from trl_populora.run.read import POPULATION_FILE, list_rewards, read_population
 
@@ -220,8 +219,7 @@ class Members:
 
 def list_members(population: Mapping[str, Any], members: Iterable[Mapping[str, Any]] | None = None) -> Members:
     """
-    Makes the table of the members. In a dataset run it has the settings in which they differ, and their rewards; below
-    the members stand those that have left, the last one first.
+    Makes the table of the members. In a dataset run it has the settings in which they differ, and their rewards.
 
     Args:
         population: Contents of `population.json`; empty while there is none.
@@ -229,8 +227,6 @@ def list_members(population: Mapping[str, Any], members: Iterable[Mapping[str, A
     """
     shown = [*(population.get("members", []) if members is None else members)]
     answers = any("reward" in member for member in shown)
-    gone = [{"role": "student", "left": member["step"]} | member for member in population.get("left", ())]
-    shown += gone
     columns: dict[str, Callable[[Mapping[str, Any]], str]] = {"member": lambda member: member["name"]}
     if answers:
         settings = [member.get("settings") or {} for member in shown]
@@ -250,15 +246,10 @@ def list_members(population: Mapping[str, Any], members: Iterable[Mapping[str, A
         columns["born"] = lambda member: f"step {member['born']}" if "born" in member else "-"
         columns["made by"] = lambda member: member.get("operator", "-")
         columns["parents"] = lambda member: " + ".join(member.get("parents", ())) or "-"
-    if gone:
-        columns["left"] = lambda member: f"step {member['left']}" if "left" in member else "-"
-    decides = FIGURES.get(population.get("best_student_by", "").removeprefix(TIE), "mu")
-    present_first = sorted(
-        shown,
-        key=lambda member: (-member.get("left", math.inf), -(member.get(decides) or 0.0), -(member["mu"] or 0.0)),
-    )
+    decides = FIGURES.get(population.get("best_student_by", ""), "mu")
+    best_first = sorted(shown, key=lambda member: (-(member.get(decides) or 0.0), member["name"]))
     cells = {
-        role: [tuple(write(each) for write in columns.values()) for each in present_first if each["role"] == role]
+        role: [tuple(write(each) for write in columns.values()) for each in best_first if each["role"] == role]
         for role in ROLES
     }
     return Members(tuple(columns), cells)
@@ -312,7 +303,6 @@ def print_population(run: str | Path) -> None:
     # The file may come from a stranger, and its texts must not command the terminal.
     title = make_printable(title)
     found = list_members(population)
-    notes = make_printable("\n".join(_list_notes(population)), keep="\n")
     header = tuple(map(make_printable, found.header))
     roles = {role: [tuple(map(make_printable, row)) for row in rows] for role, rows in found.roles.items()}
     try:
@@ -324,7 +314,7 @@ def print_population(run: str | Path) -> None:
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         for line in lines:
             title += "\n" + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        sys.stdout.write("\n".join(filter(None, [title, notes])) + "\n")
+        sys.stdout.write(title + "\n")
         return
     table = Table(title=Text(title))
     for column in header:
@@ -337,32 +327,6 @@ def print_population(run: str | Path) -> None:
     console = Console()
     # For a file or a log rich assumes 80 columns and would cut the names of two parents.
     (console if console.is_terminal else Console(width=120)).print(table)
-    if notes:
-        sys.stdout.write(notes + "\n")
-
-
-def _list_notes(population: Mapping[str, Any]) -> list[str]:
-    """Says of a dataset run which member is the best and by what, which are its equals, and who has not learned."""
-    members, why = population["members"], population.get("best_student_by", "")
-    if not any("reward" in member for member in members):
-        return []
-    best = next(member for member in members if member["name"] == population["best_student"])
-    notes = [f"Best: {best['name']}, by {why}."]
-    figure = why.removeprefix(TIE)
-    if figure != why:
-        key = FIGURES[figure]
-        equal = [each for each in members if each[key] == best[key] and each is not best]
-        decided = "the rating decided" if any(each["mu"] != best["mu"] for each in equal) else "the first was taken"
-        names = _join([each["name"] for each in equal])
-        notes = [f"Best: {best['name']}. {names} had the same {figure}, so {decided}."]
-    idle = [member["name"] for member in members if not member.get("learned", True)]
-    if idle:
-        notes.append(f"Not trained: {_join(idle)}. At each of its prompts all rewards were equal.")
-    return notes
-
-
-def _join(names: Sequence[str]) -> str:
-    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def format_duration(seconds: float) -> str:

@@ -108,11 +108,6 @@ def format_step(step: int, max_steps: int, logs: dict[str, Any]) -> str:
     return " | ".join(parts)
 
 
-def format_event(step: int, max_steps: int, event: str) -> str:
-    """Formats a sentence on what happens after `step` of `max_steps` steps."""
-    return f"{_format_place(step, max_steps)} | {event}"
-
-
 def _format_place(step: int, max_steps: int) -> str:
     return f"step {step:>{len(str(max_steps))}}/{max_steps}"
 

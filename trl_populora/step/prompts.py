@@ -135,14 +135,12 @@ class MemberScores:
 
     Attributes:
         trained: Mean rewards of the last generation.
-        learned: Members that have had a row with an advantage, as `name@version`. The others are as they began.
         evaluated: Mean rewards of the last evaluation.
         step: Optimizer step of that evaluation; -1 before the first.
     """
 
     def __init__(self) -> None:
         self.trained: dict[str, float] = {}
-        self.learned: set[str] = set()
         self.evaluated: dict[str, float] = {}
         self.step = -1
         self._tables: list[dict[str, float]] = []  # one per table that was evaluated at this step
@@ -186,19 +184,16 @@ class MemberScores:
             "reward": _leave_out_nan(self.trained).get(member.identity),
             "eval_reward": self.evaluated.get(member.identity),
             "eval_step": self.step if member.identity in self.evaluated else None,
-            "learned": member.identity in self.learned,
         }
 
     def state_dict(self) -> dict[str, Any]:
         """Returns plain data, ready for JSON."""
-        state = {"trained": self.trained, "evaluated": self.evaluated, "step": self.step}
-        return state | {"learned": sorted(self.learned)}
+        return {"trained": self.trained, "evaluated": self.evaluated, "step": self.step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a state of `state_dict`."""
         self.trained, self.evaluated = dict(state["trained"]), dict(state["evaluated"])
         self.step = int(state["step"])
-        self.learned = set(state.get("learned", state["trained"]))  # an older checkpoint does not say
 
 
 def measure_members(
