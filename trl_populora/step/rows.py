@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from difflib import get_close_matches
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -302,8 +303,10 @@ def check_arguments(function: Callable[..., Any], columns: Sequence[str]) -> Non
     called = getattr(getattr(function, "func", function), "__name__", type(function).__name__)  # of a partial, too
     absent = [f"`{name}`" for name in named if name not in given and named[name].default is inspect.Parameter.empty]
     if absent:
+        near = dict.fromkeys(each for name in absent for each in get_close_matches(name.strip("`"), given, n=1))
+        hint = f" Did you mean {' and '.join(f'`{name}`' for name in near)}?" if near else ""
         raise TypeError(
-            f"The reward function `{called}` asks for {', '.join(absent)}, which nothing gives. It may ask for "
+            f"The reward function `{called}` asks for {', '.join(absent)}, which nothing gives.{hint} It may ask for "
             f"{', '.join(given)}."
         )
     if not all(name in named for name in given) and all(each.kind is not each.VAR_KEYWORD for each in parameters):
