@@ -16,15 +16,17 @@ from trl import GRPOConfig, TrlParser
 from tests import glossary
 from tests.glossary import table
 from tests.launching import launch, run_script
-from tests.populora_run import assert_files_equal
+from tests.populora_run import ON_PROMPTS, assert_files_equal
+from tests.prompt_runs import QUESTIONS
 from tests.recipe_runs import PROMPTS, ROOT
-from trl_populora import cli
+from tests.small_run import small_lora
+from trl_populora import PopuLoRATrainer, cli
 from trl_populora.config import MemberConfig, PopuLoRAConfig
 from trl_populora.hub.card import write_card
 from trl_populora.report.load import load_run
 from trl_populora.report.page import build_page, load_shown, write_report
 from trl_populora.report.plots import PLOTS, plot_run
-from trl_populora.report.table import list_members, print_population
+from trl_populora.report.table import list_members, print_population, tell_best
 from trl_populora.run.callbacks import STEPS, PromptAlarms, format_evaluation, format_step
 from trl_populora.run.checkpoint import find_newest
 from trl_populora.run.read import METRICS, TIMES, classify_log, list_rewards, read_lines, read_population
@@ -266,6 +268,67 @@ def test_a_line_names_best_and_worst_of_each_table():
     (line,) = format_evaluation(20, 200, logs)
     assert line == "step  20/200 | eval easy: reward +0.44 (best b +0.52, worst a +0.36) | s: 4.0"
     assert list_rewards(logs, "eval_easy_") == {"b": 0.52, "a": 0.36}
+
+
+def test_lines_name_all_members_that_are_equal():
+    logs = {"time/generate": 1.0, "reward": 0.4, "member/a/reward": 0.5, "member/b/reward": 0.1, "loss": 0.0}
+    assert "reward +0.40 (a = c +0.50 ... b +0.10)" in format_step(1, 9, logs | {"member/c/reward": 0.5})
+    assert "reward +0.40 (all 2 members equal)" in format_step(1, 9, logs | {"member/b/reward": 0.5})
+    evaluated = {"eval_reward": 0.3, "eval_member/a/reward": 0.5, "eval_member/b/reward": 0.1, "eval_runtime": 1.0}
+    (line,) = format_evaluation(1, 9, evaluated | {"eval_member/c/reward": 0.1})
+    assert "eval: reward +0.30 (best a +0.50, worst b = c +0.10)" in line
+    (line,) = format_evaluation(1, 9, evaluated | {"eval_member/b/reward": 0.5})
+    assert "eval: reward +0.30 (all 2 members equal)" in line
+
+
+@pytest.mark.parametrize(
+    ("figures", "by", "told"),
+    [
+        ([(0.1, 20.0), (0.5, 25.0)], "reward on eval_dataset", "Best by reward on eval_dataset: b."),
+        (
+            [(0.5, 20.0), (0.5, 25.0)],
+            "rating among those with the highest reward on eval_dataset",
+            "No single best by reward on eval_dataset: a, b are equal. b counts as the best, by rating.",
+        ),
+        (
+            [(0.5, 25.0), (0.5, 25.0)],
+            "rating among those with the highest reward on eval_dataset",
+            "No single best by reward on eval_dataset: a, b are equal. "
+            "a counts as the best, by number, as the first of them.",
+        ),
+        (
+            [(None, 25.0), (None, 25.0)],
+            "rating",
+            "No single best by rating: a, b are equal. a counts as the best, by number, as the first of them.",
+        ),
+    ],
+)
+def test_the_table_says_who_is_best_by_what_and_who_is_equal(figures, by, told):
+    members = [
+        {"name": name, "role": "student", "reward": 0.0, "eval_reward": reward, "mu": mu, "sigma": 1.0}
+        for name, (reward, mu) in zip("ab", figures, strict=True)
+    ]
+    best = "b" if figures[1] > figures[0] or figures[0][1] < figures[1][1] else "a"
+    population = {"members": members, "best_student": best, "best_student_by": by}
+    assert tell_best(population, saved=False) == told
+    assert f"{best}, whose adapter lies at the root" in tell_best(population, True) or (
+        f"The adapter at the root is that of {best}" in tell_best(population, True)
+    )
+    assert list_members(population).roles["student"][0][0] == best
+
+
+def test_members_without_any_advantage_are_named_at_the_end(random_base, tmp_path, caplog):
+    def pay(completion_ids, member, **columns):
+        return [1.0 if name == "student_1" else sum(ids) % 7 for name, ids in zip(member, completion_ids, strict=True)]
+
+    options = {name: value for name, value in ON_PROMPTS.items() if name != "on_prompts"}
+    args = PopuLoRAConfig(str(tmp_path), **(options | {"evolve_every": 0, "max_steps": 2, "save_strategy": "no"}))
+    trainer = PopuLoRATrainer(random_base, pay, args, QUESTIONS, peft_config=small_lora())
+    trainer.train()
+    (told,) = [each for each in caplog.messages if "did not learn" in each]
+    assert told.startswith("student_1 did not learn: at each of their prompts all answers had the same reward")
+    saved = trainer.describe()["members"]
+    assert [each["learned"] for each in saved] == [name != "student_1" for name in trainer.population.names]
 
 
 def parse(*options: str) -> tuple:

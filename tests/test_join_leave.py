@@ -11,7 +11,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 from safetensors.torch import load_file
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 from trl.trainer.utils import RepeatSampler
 
 from tests import join_worker
@@ -22,11 +22,13 @@ from tests.small_run import scale_gradients, small_lora
 from trl_populora import PopuLoRAConfig, PopuLoRATrainer
 from trl_populora.hub.card import _write_lineage
 from trl_populora.lora.members import member_param_groups, member_parameters, read_member
+from trl_populora.population.halving import Halving
 from trl_populora.population.members import Population
 from trl_populora.report.callbacks import list_family
 from trl_populora.report.charts import draw_lineage
 from trl_populora.report.load import load_run
 from trl_populora.report.page import write_report
+from trl_populora.report.table import print_population
 from trl_populora.run.read import read_lines, read_population
 from trl_populora.tasks.prompts import HalvingSampler
 
@@ -303,6 +305,75 @@ def test_halving_keeps_the_better_half_and_all_rows(random_base, tmp_path):
     assert steps == list(range(1, 8))
 
 
+def test_halving_tells_who_leaves_by_what_and_who_stays(random_base, tmp_path, capsys):
+    run(random_base, tmp_path, ["a", "b", "c", "d"], **HALVING)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "halving" in line]
+    number = r"[+-]\d+\.\d{3}"
+    first = (
+        rf"step 2/7 \| halving by mean training reward so far: student_0 {number}, student_1 {number} leave; "
+        rf"student_2 {number}, student_3 {number} stay"
+    )
+    second = (
+        rf"step 4/7 \| halving by mean training reward since the last halving: student_3 {number} leave; "
+        rf"student_2 {number} stay"
+    )
+    assert len(lines) == 2
+    assert re.fullmatch(first, lines[0])
+    assert re.fullmatch(second, lines[1])
+
+
+def test_a_member_that_leaves_by_hand_is_told(random_base, tmp_path, capsys):
+    run(random_base, tmp_path, after_1=lambda trainer: trainer.remove_member("student_1"), max_steps=2)
+    assert "step 1/2 | student_1 leaves; student_0, student_2 stay" in capsys.readouterr().out
+
+
+def halve(rewards: dict[str, float], evaluated: dict[str, float]) -> Population:
+    """Halves members with these mean rewards once."""
+    population = Population(0, len(rewards))
+    halving = Halving(
+        1,
+        len(rewards),
+        population,
+        leave=lambda name: population.leave(name, 1, f"left/{name}-0"),
+        tell=lambda line: None,
+        evaluated=lambda: {f"{name}@0": reward for name, reward in evaluated.items()},
+    )
+    halving.note(rewards)
+    halving.on_step_begin(None, TrainerState(global_step=1), None)
+    return population
+
+
+def test_a_halving_that_cuts_between_equals_is_warned_of(caplog):
+    population = halve({"student_0": 0.5, "student_1": 0.5, "student_2": 0.5, "student_3": 0.9}, {})
+    assert population.names == ["student_0", "student_3"]
+    (told,) = caplog.messages
+    assert "student_0, student_1, student_2 have equal mean training rewards" in told
+    assert "the halving after step 1" in told
+
+
+def test_a_halving_against_the_evaluation_is_warned_of(caplog):
+    halve({"student_0": 0.5, "student_1": 0.9}, {"student_0": 0.7, "student_1": 0.7})
+    assert not caplog.messages  # one of the best stays
+    halve({"student_0": 0.5, "student_1": 0.9}, {"student_0": 0.8, "student_1": 0.7})
+    (told,) = caplog.messages
+    assert "lets student_0 leave, which had the highest reward in the last evaluation (+0.800)" in told
+
+
+def test_who_left_is_recorded_and_shown_with_settings_and_rewards(random_base, tmp_path, capsys):
+    options = {"learning_rate": [1e-2, 3e-3], "halve_every": 1, "max_steps": 2, "rewards": [by_writer]}
+    trainer, _ = run(random_base, tmp_path, ["a", "b"], **options)
+    trainer.save_model()
+    saved = read_population(tmp_path)
+    (gone,) = saved["left"]
+    assert gone["settings"] == {"learning_rate": 3e-3}
+    assert isinstance(gone["reward"], float)
+    assert (gone["eval_reward"], gone["learned"]) == (None, True)
+    print_population(tmp_path)
+    shown = capsys.readouterr().out
+    for text in ("learning_rate", "0.01", "0.003", "student_1, left after step 1", f"{gone['reward']:+.3f}"):
+        assert text in shown
+
+
 def test_before_the_first_halving_rows_are_those_of_a_plain_sweep(random_base, tmp_path):
     plain = run(random_base, tmp_path / "plain", ["a", "b"], max_steps=5)[1]
     halved = run(random_base, tmp_path / "halved", ["a", "b"], max_steps=5, halve_every=4)[1]
@@ -546,8 +617,12 @@ def test_reports_tell_who_joined_and_left(random_base, tmp_path):
     trainer, _ = run(random_base, tmp_path, after_2=change, max_steps=3, max_members=4)
     trainer.save_model()
     page = write_report(tmp_path).read_text()
-    for text in ("late@0", "student_0@0", "join", "leave"):
+    for text in ("late@0", "join", "Births, and members that joined"):
         assert text in page
+    assert "student_0, left after step 2" in page.partition("<h2>Members that left</h2>")[2]
+    table = page.partition("<h2>Births, and members that joined</h2>")[2].partition("</table>")[0]
+    assert "late@0" in table
+    assert "leave" not in table
     members, lines = read_population(tmp_path)["members"], read_lines(tmp_path / "lineage.jsonl")
     family = {each["member"]: each for each in list_family(members, lines)}
     assert family["student_0@0"]["replaced"] == 2

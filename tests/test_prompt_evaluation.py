@@ -95,6 +95,22 @@ def test_a_member_that_no_function_judges_is_not_the_best(random_base, tmp_path,
     assert saved["members"][0]["eval_reward" if evaluates else "reward"] is None
 
 
+def test_a_figure_of_an_empty_seat_is_no_best_until_it_has_a_value(random_base, tmp_path):
+    options = {"eval_strategy": "steps", "eval_steps": 1, "max_members": 5, "max_steps": 3, "evolve_every": 0}
+    best = {"metric_for_best_model": "eval_member/student_4/reward", "greater_is_better": True}
+    trainer = build(random_base, tmp_path, brief, **options, **best)
+
+    class Join(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                assert state.best_metric is None
+                trainer.add_member("student_4")
+
+    trainer.add_callback(Join())
+    trainer.train()
+    assert isinstance(trainer.state.best_metric, float)
+
+
 class Count:
     """A reward function that counts who answered what, and pays by the length."""
 

@@ -31,6 +31,10 @@ def needs_level(level, **columns):
     return [float(each) for each in level]
 
 
+def needs_levels(levels, **columns):
+    return [float(each) for each in levels]
+
+
 @pytest.mark.parametrize(
     ("given", "error", "told"),
     [
@@ -60,6 +64,24 @@ def test_what_cannot_be_trained_on_is_refused_before_anything_is_loaded(tmp_path
     with pytest.raises(error, match=told) as found:
         build(tmp_path, **given)
     assert "\n" not in str(found.value)
+
+
+def test_a_column_with_another_spelling_is_named_and_nothing_else_is_shown(tmp_path):
+    with pytest.raises(TypeError, match="asks for `levels`, which nothing gives. Did you mean `level`?") as found:
+        build(tmp_path, functions=needs_levels)
+    assert found.value.__suppress_context__
+    assert found.value.__cause__ is None
+
+
+def test_a_directory_that_holds_a_run_is_told_before_a_model_is_looked_for(tmp_path, caplog):
+    (tmp_path / "lineage.jsonl").touch()
+    with pytest.raises(OSError, match="cached files|nowhere"):
+        build(tmp_path)
+    assert f"`output_dir={str(tmp_path)!r}` holds a run" in caplog.text
+    caplog.clear()
+    with pytest.raises(OSError, match="cached files|nowhere"):
+        build(tmp_path, resume_from_checkpoint=True)
+    assert "holds a run" not in caplog.text
 
 
 def test_programs_need_the_populations_config(tmp_path):

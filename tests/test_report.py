@@ -370,7 +370,10 @@ def test_the_command_writes_the_report_at_any_time_after_the_first_step(finished
         as_it_was(finished, tmp_path, lines)
         cli.main(["report", str(tmp_path)])
         assert f"steps: <b>{told}</b>" in (tmp_path / "report.html").read_text()
-    assert capsys.readouterr().out == 2 * f"Report written to {tmp_path}/report.html.\n"
+    assert capsys.readouterr().out == 2 * (
+        f"Report written to {tmp_path}/report.html, its picture to {tmp_path}/run.png.\n"
+    )
+    assert (tmp_path / "run.png").exists()
 
 
 def test_a_downloaded_population_is_called_by_its_name(finished, hub, tmp_path, monkeypatch):

@@ -197,6 +197,7 @@ def run_training(recipe, args, model, prompts=None) -> None:
     # `trainer.train` refuses a directory with another run, too, but only after a large model is loaded.
     if not checkpoint and (taken := find_earlier_run(args.output_dir)):
         raise ValueError(taken)
+    args.resume_from_checkpoint = checkpoint
     trainer = build_trainer(recipe, args, model, prompts)
     # Holds the lock on the directory until all files are written; `train` alone would release it when it returns.
     with trainer.directory:
@@ -261,11 +262,17 @@ def recipes(arguments: Sequence[str]) -> None:
 def report(arguments: Sequence[str]) -> None:
     """Draws the pictures of a run, also of one in progress, and writes report.html."""
     from trl_populora.report.page import write_report
+    from trl_populora.report.plots import plot_run
 
     (options,) = _parse(ReportArguments, "report", arguments)
     # The report of a downloaded population has the population's name as title, not the name of a folder in a cache.
     beside = _choose_report_directory(options.run)
-    _say(f"Report written to {write_report(_find_run(options.run), options.out or beside, beside and options.run)}.")
+    run = _find_run(options.run)
+    target = options.out or beside or run
+    page = write_report(run, target, beside and options.run)
+    # `populora train` draws this picture at its end. A script's run lacks it, and so does one that still trains.
+    picture = plot_run(run, Path(target, "run.png"))
+    _say(f"Report written to {page}, its picture to {picture}.")
 
 
 def push(arguments: Sequence[str]) -> None:

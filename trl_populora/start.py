@@ -48,6 +48,8 @@ from trl_populora.population.members import Member, Population
 from trl_populora.population.ratings import Matchmaker, no_student_idles
 from trl_populora.report.callbacks import TrackerTables, alert
 from trl_populora.run.callbacks import Alarms, PromptAlarms
+from trl_populora.run.directory import find_earlier_run
+from trl_populora.run.read import list_idle
 from trl_populora.run.records import Records
 from trl_populora.sandbox import Job, Sandbox, Status
 from trl_populora.sandbox.pool import SandboxSettings, start_sandbox
@@ -121,6 +123,19 @@ def check_setup(
             arguments: Any = args.vllm_engine_kwargs or {}
             check_engine_arguments(arguments, args.seats, lora_config)
         check_vllm(source, args, lora_config)
+
+
+def warn_of_earlier_run(args: PopuLoRAConfig) -> None:
+    """
+    Warns, before a model is loaded, that the output directory holds a run. Only `train` can refuse it: a trainer may
+    be made to resume that run, or to evaluate.
+    """
+    if args.process_index == 0 and not args.resume_from_checkpoint and find_earlier_run(args.output_dir):
+        logger.warning(
+            "`output_dir=%r` holds a run. `train()` will refuse to begin another there; it goes on with "
+            "`train(resume_from_checkpoint=True)`. A new run needs another `output_dir`.",
+            args.output_dir,
+        )
 
 
 def copy_settings(args: PopuLoRAConfig) -> PopuLoRAConfig:
@@ -918,7 +933,9 @@ def make_callbacks(
         played: Returns the last step.
         functions: Names of the reward functions of a dataset run; `None` in the game.
     """
-    alarms = Alarms(played, alert) if functions is None else PromptAlarms(functions, alert)
+    alarms = (
+        Alarms(played, alert) if functions is None else PromptAlarms(functions, alert, lambda: list_idle(describe()))
+    )
     return [Records(describe), alarms, TrackerTables(describe)]
 
 

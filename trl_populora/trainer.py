@@ -57,7 +57,7 @@ from trl_populora.population.members import PRIOR_MU, PRIOR_SIGMA, Population
 from trl_populora.population.pooling import PoolingCallback
 from trl_populora.population.ratings import rate_by_rewards
 from trl_populora.run import checkpoint, directory, records
-from trl_populora.run.callbacks import PHASES, PROMPT_PHASES, PhaseClock, StopAtSignals, use_step_line
+from trl_populora.run.callbacks import PHASES, PROMPT_PHASES, PhaseClock, StopAtSignals, tell, use_step_line
 from trl_populora.run.read import LEFT, LINEAGE, read_population
 from trl_populora.run.saved_population import Shape, describe
 from trl_populora.step import microbatch
@@ -109,8 +109,8 @@ class PopuLoRATrainer(HubTrainer):
       Without a KL term they skip rows without advantage. Where the base allows, attempts at one task share a prompt.
     - `create_optimizer`, `_clip_grad_norm` and `_get_grad_norm` give each member a parameter group and a gradient
       norm.
-    - `evaluate` and `_evaluate` let students attempt held-out tasks, or a dataset run's prompts. `predict` is refused;
-      `member` lends one member.
+    - `evaluate` and `_evaluate` let students attempt held-out tasks, or a dataset run's prompts, and
+      `_determine_best_metric` knows seats that are empty. `predict` is refused; `member` lends one member.
     - `add_member` and `remove_member` change the members of a dataset run while it trains.
     - `train` locks `output_dir`, which belongs to one run. Ctrl-C and SIGTERM end it after the step, and it saves.
     - `_log_metric` and `log` keep a user's own metrics apart until all names of a step are known.
@@ -211,6 +211,8 @@ class PopuLoRATrainer(HubTrainer):
         self._prompts = None if parts is not None else identify_prompts(train_dataset)
         self._converses = parts is not None or is_conversational(inputs.train_dataset[0])
 
+        if isinstance(model, str):
+            start.warn_of_earlier_run(args)
         set_seed(args.seed)
         base = start.load_base(model, args, quantization_config)
         tokenizer = start.load_tokenizer(base, processing_class, args, converses=self._converses)
@@ -371,7 +373,16 @@ class PopuLoRATrainer(HubTrainer):
             )
             self.add_callback(pooling)
         if self.args.halve_every:
-            self.halving = Halving(self.args.halve_every, self.args.students, self.population, self._leave)
+            scores = self.scores
+            assert scores is not None, "only a dataset run halves"
+            self.halving = Halving(
+                self.args.halve_every,
+                self.args.students,
+                self.population,
+                leave=self._leave,
+                tell=self._tell,
+                evaluated=lambda: scores.evaluated,
+            )
             self.add_callback(self.halving)
         use_step_line(self.callback_handler)
         self.callback_handler.callbacks.insert(0, records.OnlyKnown())  # before the trackers of `report_to`
@@ -584,6 +595,11 @@ class PopuLoRATrainer(HubTrainer):
         table = f"{self._table}_" if self._table else ""
         self._metrics["eval"].update({f"{table}{name}": [value] for name, value in figures.items()})
 
+    def _determine_best_metric(self, metrics, trial):
+        # An empty seat has no figure, and `Trainer` cannot compare `None`. No figure is no best one.
+        name = f"eval_{(self.args.metric_for_best_model or '').removeprefix('eval_')}"
+        return metrics.get(name, 0.0) is not None and super()._determine_best_metric(metrics, trial)
+
     def _evaluate(self, trial, ignore_keys_for_eval, skip_scheduler=False):
         if skip_scheduler and self.state.global_step:  # `eval_on_start` of a resumed run: its start is long over
             return {}
@@ -691,7 +707,12 @@ class PopuLoRATrainer(HubTrainer):
         )
         means = {member.name: figures[f"member/{seat}/reward"] for seat, member in seats.items() if member}
         assert self.scores is not None, "a dataset run has them"
-        self.scores.trained = {self.population[name].identity: mean for name, mean in means.items()}
+        advantages = played.worth.advantages.tolist()
+        learning = {row["member"] for row, each in zip(played.records, advantages, strict=True) if each}
+        self.scores.note_generation(
+            {self.population[name].identity: mean for name, mean in means.items()},
+            {self.population[name].identity for name in learning},
+        )
         if self.args.member_prompts == "shared":
             rate_by_rewards(self.population, means)
             figures |= self.population.metrics(("student",))
@@ -1090,6 +1111,7 @@ class PopuLoRATrainer(HubTrainer):
         event = {"step": step, "role": "student", "child": member.identity, "replaced": None, "operator": "join"}
         event |= {"parents": [parent.record for parent in parents], "mu": member.mu, "sigma": member.sigma}
         self._note_lineage(event | {"seat": adapter, "settings": settings})
+        self._tell(f"{name} joins{f' as a copy of {like}' if like else ''}")
 
     def remove_member(self, name: str) -> None:
         """
@@ -1103,12 +1125,19 @@ class PopuLoRATrainer(HubTrainer):
         """
         self._check_membership("remove_member")
         self._leave(name)
+        self._tell(f"{name} leaves; {', '.join(self.population.names)} stay")
+
+    def _tell(self, event: str) -> None:
+        """Tells the user of an event, on one rank."""
+        if self.is_world_process_zero():
+            tell(self.state.global_step, self.state.max_steps, event)
 
     def _leave(self, name: str) -> None:
         """Lets a member leave. Collective."""
         adapter, step = self.population.adapter(name), self.state.global_step
         place = f"{LEFT}/{name}-{self.population[name].version}"
-        member = self.population.leave(name, step, place)
+        assert self.scores is not None, "only members of a dataset run leave"
+        member = self.population.leave(name, step, place, self.scores.describe(self.population[name]))
         lora_members.save_member(
             self.model_wrapped, adapter, Path(self.args.output_dir, place), self.args.should_save, step
         )

@@ -269,10 +269,10 @@ def _write_base_code(base: str, revision: str) -> dict[str, str]:
 
 
 def _write_ratings(population: Mapping[str, Any]) -> str:
-    """Writes the table of members, the best first in each role."""
+    """Writes the table of members, the best first in each role, and below them those that left."""
     found = list_members(population)
     rule = ("---" if column in WORDS else "---:" for column in found.header)
-    rows = [row for rows in found.roles.values() for row in rows]
+    rows = [row for rows in (*found.roles.values(), found.left) for row in rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (found.header, tuple(rule), *rows))
 
 

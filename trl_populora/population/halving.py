@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from transformers import TrainerCallback
@@ -33,10 +33,21 @@ class Halving(TrainerCallback):
         members: Members at the start, a power of two.
         population: The members.
         leave: Takes a member's name, and empties its seat. Collective.
+        tell: Shows a line to the user.
+        evaluated: Returns the members' mean rewards in the last evaluation, by `name@version`; empty before the first.
     """
 
-    def __init__(self, every: int, members: int, population: Population, leave: Callable[[str], None]):
+    def __init__(
+        self,
+        every: int,
+        members: int,
+        population: Population,
+        leave: Callable[[str], None],
+        tell: Callable[[str], None],
+        evaluated: Callable[[], Mapping[str, float]],
+    ):
         self.every, self.members, self.population, self.leave = every, members, population, leave
+        self.tell, self.evaluated = tell, evaluated
         self._sums: dict[str, float] = {}
         self._counts: dict[str, int] = {}
 
@@ -58,13 +69,42 @@ class Halving(TrainerCallback):
             return
         # Of members with equal means the one with the highest index goes.
         ranked = sorted(self.population, key=lambda member: (self.measure(member), -member.index))
-        leaving = ranked[: len(ranked) - left]
+        leaving, staying = ranked[: len(ranked) - left], ranked[len(ranked) - left :]
         if state.is_world_process_zero:
-            told = ", ".join(f"{each.name} ({self.measure(each):.3f})" for each in ranked)
-            logger.info("Halving after step %d, by mean reward: %s; %d stay.", state.global_step, told, left)
+            out, on = (", ".join(map(self._name, each[::-1])) for each in (leaving, staying))
+            since = "since the last halving" if state.global_step > self.every else "so far"
+            self.tell(f"halving by mean training reward {since}: {out} leave; {on} stay")
+            self._warn(state.global_step, leaving, staying)
         for member in leaving:
             self.leave(member.name)
         self._sums, self._counts = {}, {}
+
+    def _name(self, member: Member) -> str:
+        reward = self.measure(member)
+        return f"{member.name} {'-' if math.isinf(reward) else format(reward, '+.3f')}"
+
+    def _warn(self, step: int, leaving: Sequence[Member], staying: Sequence[Member]) -> None:
+        """Warns of a halving that rewards have not decided, and of one that an evaluation contradicts."""
+        reward = self.measure(staying[0])
+        if self.measure(leaving[-1]) == reward:
+            equal = [each.name for each in self.population if self.measure(each) == reward]
+            logger.warning(
+                "%s have equal mean training rewards, so the halving after step %d cut between equals: of those the "
+                "last in number left. Halve later (`halve_every`), or give rewards that tell members apart.",
+                ", ".join(equal),
+                step,
+            )
+        figures = self.evaluated()
+        known = {each.name: figures[each.identity] for each in (*leaving, *staying) if each.identity in figures}
+        if known and not any(known.get(each.name) == max(known.values()) for each in staying):
+            best = max(known, key=lambda name: known[name])
+            logger.warning(
+                "The halving after step %d, by training rewards, lets %s leave, which had the highest reward in the "
+                "last evaluation (%+.3f). Its adapter is kept in `left/` of the run's directory.",
+                step,
+                best,
+                known[best],
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Returns plain data, ready for JSON."""

@@ -264,7 +264,7 @@ class Population:
         self.members = sorted([*self.members, member], key=lambda each: each.index)
         return member
 
-    def leave(self, name: str, step: int, adapter: str) -> Member:
+    def leave(self, name: str, step: int, adapter: str, figures: Mapping[str, Any] | None = None) -> Member:
         """
         Empties the seat of a member, and keeps a record of it in `left`.
 
@@ -272,6 +272,7 @@ class Population:
             name: The member.
             step: Optimizer steps so far.
             adapter: Where its adapter is saved, below the run's directory.
+            figures: What else the record says of it, such as its rewards.
 
         Raises:
             `KeyError`: If no member is called `name`.
@@ -282,6 +283,7 @@ class Population:
             raise ValueError(f"{name!r} is the last member, and a run needs one.")
         self.members = [each for each in self.members if each is not member]
         record = {each: getattr(member, each) for each in ("name", "version", "mu", "sigma", "age", "born")}
+        record |= {"settings": dict(member.settings), **(figures or {})}
         self.left.append({**record, "step": step, "adapter": adapter})
         return member
 

@@ -130,7 +130,7 @@ def build_page(run: Run, plots: Sequence[tuple[Plot, Path]], samples: Sequence[A
 <h2>Members</h2>
 {_write_members(run)}
 <h2>The run in pictures</h2>
-<p class="note">{"Dotted vertical lines mark evolution events. " if run.game or run.lineage else ""}Steps are \
+<p class="note">{_tell_dots(run)}Steps are \
 counted as optimizer steps.</p>
 <div class="columns">
 {figures}
@@ -143,12 +143,20 @@ counted as optimizer steps.</p>
 """
 
 
+def _tell_dots(run: Run) -> str:
+    """Says what the dotted lines in the pictures are, if there may be any."""
+    if any(event["operator"] in ("join", "leave") for event in run.lineage):
+        return "Dotted vertical lines mark where members came or left. "
+    return "Dotted vertical lines mark evolution events. " if run.game or run.lineage else ""
+
+
 def _write_end(run: Run, samples: Sequence[Any], way: str | None) -> str:
     """Writes the sections with births and with samples. A dataset run without evolution has no births."""
-    births = f"<h2>Births</h2>\n{_write_births(run)}\n"
+    joined = any(event["operator"] == "join" for event in run.lineage)
+    births = f"<h2>{'Births, and members that joined' if joined else 'Births'}</h2>\n{_write_births(run)}\n"
     if run.game:
         return f"{births}<h2>Sample tasks with attempts</h2>\n{_write_samples(samples, way)}"
-    evolves = run.lineage or run.population.get("settings", {}).get("evolve_every")
+    evolves = any(event["child"] for event in run.lineage) or run.population.get("settings", {}).get("evolve_every")
     shown = "\n".join(map(_write_answers, samples)) or _NO_ROLLOUTS
     return f"{births if evolves else ''}<h2>Sample prompts with answers</h2>\n{shown}"
 
@@ -209,7 +217,7 @@ def _list_prompt_facts(run: Run) -> dict[str, Any]:
     return (
         facts
         | {"reward functions": ", ".join(run.functions) or "-"}
-        | ({"births": sum(event["child"] is not None for event in run.lineage)} if run.lineage else {})
+        | ({"births": births} if (births := sum(event["child"] is not None for event in run.lineage)) else {})
     )
 
 
@@ -282,18 +290,24 @@ def _write_members(run: Run) -> str:
         for role, rows in found.roles.items()
         for name, *cells in rows
     ]
-    return _write_table(found.header, body, "cards")
+    table = _write_table(found.header, body, "cards")
+    if found.left:
+        rows = [(list(map(escape, row)), "") for row in found.left]
+        table += f"<h2>Members that left</h2>\n{_write_table(found.header, rows, 'cards')}"
+    return table
 
 
 def _write_births(run: Run) -> str:
-    if not run.lineage:
+    """Writes the table of births and joins. Members that left have a table of their own."""
+    births = [event for event in run.lineage if event["child"] is not None]
+    if not births:
         return '<p class="note">Nobody has been replaced yet.</p>'
     header = ("child", "step", "its mu", "in place of", "whose mu", "parents", "operator", "cosine to parents")
     body = []
-    for event in run.lineage:
+    for event in births:
         replaced = event["replaced"] or {"member": "-", "mu": None}  # who joins replaces nobody
         cells = [
-            escape(event["child"] or "-"),  # who leaves has no successor
+            escape(event["child"]),
             str(event["step"]),
             _format_number(event.get("mu"), ".2f"),
             escape(replaced["member"]),

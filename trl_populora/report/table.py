@@ -6,6 +6,7 @@ evaluation. The page shows all three tables, the terminal and the card on the Hu
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import Any, Literal
 from trl_populora.errors import make_printable
 from trl_populora.population.members import ROLES
 from trl_populora.report.load import Run, name_table
-from trl_populora.run.read import POPULATION_FILE, list_rewards, read_population
+from trl_populora.run.read import POPULATION_FILE, list_rewards, name_holder, read_population
 
 
 # A change counts as clear if Welch's test of a run's first fifth against its last gives a p-value below this.
@@ -211,30 +212,35 @@ class Members:
     Args:
         header: Names of the columns.
         roles: Cells of each member by role, the best member first.
+        left: Cells of the members that have left a dataset run, the last to leave first.
     """
 
     header: tuple[str, ...]
     roles: dict[str, list[tuple[str, ...]]]
+    left: list[tuple[str, ...]]
 
 
 def list_members(population: Mapping[str, Any], members: Iterable[Mapping[str, Any]] | None = None) -> Members:
     """
     Makes the table of the members. In a dataset run it has the settings in which they differ, and their rewards.
+    Members that have left have their figures of then.
 
     Args:
         population: Contents of `population.json`; empty while there is none.
         members: The members to show, if not those of `population`. They need only `name`, `role`, `mu` and `sigma`.
     """
     shown = [*(population.get("members", []) if members is None else members)]
+    gone = population.get("left") or []
+    both = [*shown, *gone]
     answers = any("reward" in member for member in shown)
     columns: dict[str, Callable[[Mapping[str, Any]], str]] = {"member": lambda member: member["name"]}
     if answers:
-        settings = [member.get("settings") or {} for member in shown]
+        settings = [member.get("settings") or {} for member in both]
         names = {name: None for own in settings for name in own}  # in the order of the settings
         for name in (name for name in names if len({str(own.get(name)) for own in settings}) > 1):
             columns[name] = partial(_format_setting_of, name)
         columns["reward"] = lambda member: _format_reward(member.get("reward"))
-        if any(member.get("eval_reward") is not None for member in shown):
+        if any(member.get("eval_reward") is not None for member in both):
             columns["eval reward"] = lambda member: _format_reward(member.get("eval_reward"))
     rated = not answers or population.get("settings", {}).get("member_prompts") == "shared"
     if rated:
@@ -246,13 +252,51 @@ def list_members(population: Mapping[str, Any], members: Iterable[Mapping[str, A
         columns["born"] = lambda member: f"step {member['born']}" if "born" in member else "-"
         columns["made by"] = lambda member: member.get("operator", "-")
         columns["parents"] = lambda member: " + ".join(member.get("parents", ())) or "-"
-    decides = FIGURES.get(population.get("best_student_by", ""), "mu")
-    best_first = sorted(shown, key=lambda member: (-(member.get(decides) or 0.0), member["name"]))
-    cells = {
-        role: [tuple(write(each) for write in columns.values()) for each in best_first if each["role"] == role]
-        for role in ROLES
-    }
-    return Members(tuple(columns), cells)
+    decides = next((key for words, key in FIGURES.items() if _decided_by(population, words)), "mu")
+    # Equal figures are decided by the rating, and then by the order of the members, as the best student is.
+    best_first = sorted(shown, key=lambda member: (-_get(member, decides), -_get(member, "mu")))
+
+    def write(member: Mapping[str, Any]) -> tuple[str, ...]:
+        return tuple(cell(member) for cell in columns.values())
+
+    cells = {role: [write(each) for each in best_first if each["role"] == role] for role in ROLES}
+    left = [write({**each, "name": f"{name_holder(each)}, left after step {each['step']}"}) for each in reversed(gone)]
+    return Members(tuple(columns), cells, left)
+
+
+def _decided_by(population: Mapping[str, Any], words: str) -> bool:
+    """Says whether figures that are called so decided who is best, also where several had the highest."""
+    why = population.get("best_student_by", "")
+    return why == words or why.endswith(f"the highest {words}")
+
+
+def _get(member: Mapping[str, Any], figure: str) -> float:
+    value = member.get(figure)
+    return -math.inf if value is None or math.isnan(value) else value
+
+
+def tell_best(population: Mapping[str, Any], saved: bool) -> str:
+    """
+    Says which member of a dataset run is best, by what, and which others are equal to it. Empty in the game, and where
+    one member is all.
+
+    Args:
+        population: Contents of `population.json`.
+        saved: Whether the adapter of the best lies at the root.
+    """
+    members, name = population.get("members", []), population.get("best_student")
+    best = next((member for member in members if member["name"] == name), {})
+    if len(members) < 2 or "reward" not in best:
+        return ""
+    words = next((words for words in FIGURES if _decided_by(population, words)), "rating")
+    equal = [each for each in members if _get(each, FIGURES.get(words, "mu")) == _get(best, FIGURES.get(words, "mu"))]
+    if len(equal) < 2:
+        return f"Best by {words}: {name}{', whose adapter lies at the root' if saved else ''}."
+    tied = [each for each in equal if _get(each, "mu") == _get(best, "mu")]
+    by = "rating" if len(tied) < 2 else "number, as the first of them"
+    names = ", ".join(each["name"] for each in equal)
+    taken = f"The adapter at the root is that of {name}" if saved else f"{name} counts as the best"
+    return f"No single best by {words}: {names} are equal. {taken}, by {by}."
 
 
 def _format_rating(member: Mapping[str, Any]) -> str:
@@ -285,7 +329,8 @@ def format_percent(rate: float) -> str:
 def print_population(run: str | Path) -> None:
     """
     Prints the members of a run, the best first in each role: in the game with ratings and held-out solve rates, in a
-    dataset run with the settings in which they differ and their rewards.
+    dataset run with the settings in which they differ and their rewards. Members that have left stand below, and a
+    line says who is best and by what.
 
     The table is plain text if rich is not installed.
 
@@ -304,22 +349,23 @@ def print_population(run: str | Path) -> None:
     title = make_printable(title)
     found = list_members(population)
     header = tuple(map(make_printable, found.header))
-    roles = {role: [tuple(map(make_printable, row)) for row in rows] for role, rows in found.roles.items()}
+    sections = [[tuple(map(make_printable, row)) for row in rows] for rows in (*found.roles.values(), found.left)]
+    best = make_printable(tell_best(population, Path(run, "adapter_model.safetensors").exists()))
     try:
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
     except ImportError:
-        lines = [header, *(row for rows in roles.values() for row in rows)]
+        lines = [header, *(row for rows in sections for row in rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         for line in lines:
             title += "\n" + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        sys.stdout.write(title + "\n")
+        sys.stdout.write(title + "\n" + (f"{best}\n" if best else ""))
         return
     table = Table(title=Text(title))
     for column in header:
         table.add_column(column, justify="left" if column in WORDS else "right", no_wrap=True)
-    for rows in roles.values():
+    for rows in sections:
         for row in rows:
             # rich would read `[...]` in a `str` as markup. A `Text` is shown unchanged.
             table.add_row(*map(Text, row))
@@ -327,6 +373,8 @@ def print_population(run: str | Path) -> None:
     console = Console()
     # For a file or a log rich assumes 80 columns and would cut the names of two parents.
     (console if console.is_terminal else Console(width=120)).print(table)
+    if best:
+        sys.stdout.write(f"{best}\n")
 
 
 def format_duration(seconds: float) -> str:

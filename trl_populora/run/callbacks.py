@@ -82,6 +82,11 @@ class StepLine(ProgressCallback):
             tqdm.write("\n".join(format_evaluation(state.global_step, state.max_steps, logs)))
 
 
+def tell(step: int, max_steps: int, event: str) -> None:
+    """Prints a line about an event of a run, such as a member that left, in the form of the line of a step."""
+    tqdm.write(f"{_format_place(step, max_steps)} | {event}")
+
+
 class BareStepLine(PrinterCallback):
     """The printer that replaces [`StepLine`] under `disable_tqdm`: the same line, without the progress bar."""
 
@@ -125,8 +130,8 @@ def _tell_answers(logs: dict[str, Any]) -> list[str]:
     """Tells of a step of a dataset run the mean reward, with the best and the worst member, and the mean length."""
     told, rewards = f"reward {_format_number(logs.get('reward'))}", list_rewards(logs)
     if len(rewards) > 1:
-        best, *_, worst = (f"{name} {_format_number(reward)}" for name, reward in rewards.items())
-        told += f" ({best} ... {worst})"
+        best, worst = _name_extremes(rewards)
+        told += f" ({best} ... {worst})" if worst else f" ({best})"
     length = logs.get("completions/mean_length")
     return [told, f"length {length:.0f}" if length is not None and _is_known(length) else "length -"]
 
@@ -172,9 +177,24 @@ def _tell_prompts(prefix: str, logs: dict[str, Any]) -> str:
     table, rewards = prefix.removeprefix("eval_").rstrip("_"), list_rewards(logs, prefix)
     told = f"eval{f' {table}' if table else ''}: reward {_format_number(logs.get('eval_reward'))}"
     if len(rewards) > 1:
-        best, *_, worst = (f"{name} {_format_number(reward)}" for name, reward in rewards.items())
-        told += f" (best {best}, worst {worst})"
+        best, worst = _name_extremes(rewards)
+        told += f" (best {best}, worst {worst})" if worst else f" ({best})"
     return told
+
+
+def _name_extremes(rewards: Mapping[str, float]) -> tuple[str, str]:
+    """
+    Names the members with the highest reward and those with the lowest, all of those that are equal. Where all members
+    are equal, the second text is empty.
+    """
+    highest, lowest = max(rewards.values()), min(rewards.values())
+    if highest == lowest:
+        return f"all {len(rewards)} members equal", ""
+    best, worst = (
+        f"{' = '.join(name for name in rewards if rewards[name] == value)} {_format_number(value)}"
+        for value in (highest, lowest)
+    )
+    return best, worst
 
 
 def use_step_line(callbacks: CallbackHandler) -> None:
@@ -264,15 +284,33 @@ class PromptAlarms(_Alarms):
 
     - "Members do not learn": in ten optimizer steps in a row, all rewards at each prompt were equal.
     - "A reward function judges nothing": in ten steps in a row, this function gave no number for any completion.
+    - "Some members did not learn": at the end, members never had an answer with an advantage.
 
     Args:
         functions: Names of the reward functions.
         alert: As of [`Alarms`].
+        list_idle: Lists the members that have never had an answer with an advantage.
     """
 
-    def __init__(self, functions: Sequence[str], alert: Callable[[Sequence[str], str, str], None]) -> None:
+    def __init__(
+        self,
+        functions: Sequence[str],
+        alert: Callable[[Sequence[str], str, str], None],
+        list_idle: Callable[[], Sequence[str]] = lambda: (),
+    ) -> None:
         super().__init__(alert)
-        self.functions = functions
+        self.functions, self.list_idle = functions, list_idle
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if state.is_world_process_zero and (idle := self.list_idle()):
+            self._warn(
+                args,
+                "Some members did not learn",
+                "%s did not learn: at each of their prompts all answers had the same reward, so no answer ever had an "
+                "advantage. Give prompts that are neither too easy nor too hard for them, or more answers to each "
+                "(`num_generations`).",
+                ", ".join(idle),
+            )
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         # With `num_iterations` above 1 some optimizer steps generate nothing.

@@ -55,6 +55,22 @@ def list_rewards(logs: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
+def list_idle(population: Mapping[str, Any]) -> list[str]:
+    """
+    Lists the members of a dataset run, also those that have left, that never had an answer with an advantage.
+
+    Args:
+        population: Contents of `population.json`.
+    """
+    members = (*population.get("left", ()), *population.get("members", ()))
+    return sorted(name_holder(member) for member in members if member.get("learned") is False)
+
+
+def name_holder(member: Mapping[str, Any]) -> str:
+    """Names a member of `population.json`; as `name@version` if others had the name before."""
+    return f"{member['name']}@{member['version']}" if member.get("version") else str(member["name"])
+
+
 def read_lines(path: str | Path) -> list[dict[str, Any]]:
     """Reads the objects of a JSON-lines file, except a last line that a kill cut off. Empty if there is no file."""
     path = Path(path)

@@ -81,10 +81,9 @@ def read_arguments(text: str, function: str = "f") -> tuple:
     if not re.match(rf"{re.escape(function)}\s*\(", source):
         source = f"{function}({source}\n)"
     node = _parse(source)
+    # The scan lets no `=` and no `**` through, so that a call has no keywords.
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.func.id != function:
         raise LiteralError(f"expected one argument list, or one call of {function}")
-    if node.keywords:
-        raise LiteralError("only positional arguments are read")
     return tuple(_convert(argument) for argument in node.args)
 
 

@@ -12,7 +12,7 @@ Shapes: R rows of this rank, W ranks, M members, N rows of a member on all ranks
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -137,11 +137,13 @@ class MemberScores:
         trained: Mean rewards of the last generation.
         evaluated: Mean rewards of the last evaluation.
         step: Optimizer step of that evaluation; -1 before the first.
+        learned: Whether a member has ever had a row with an advantage.
     """
 
     def __init__(self) -> None:
         self.trained: dict[str, float] = {}
         self.evaluated: dict[str, float] = {}
+        self.learned: dict[str, bool] = {}
         self.step = -1
         self._tables: list[dict[str, float]] = []  # one per table that was evaluated at this step
 
@@ -162,6 +164,18 @@ class MemberScores:
         if self.evaluated and self.step == step:
             return self.evaluated, "reward on eval_dataset"
         return ({}, "rating") if rated else (_leave_out_nan(self.trained), "reward")
+
+    def note_generation(self, means: Mapping[str, float], learning: Collection[str]) -> None:
+        """
+        Notes the members' mean rewards in a generation.
+
+        Args:
+            means: Mean rewards by `name@version`; NaN of a member that no function judges.
+            learning: Those of them that have a row with an advantage.
+        """
+        self.trained = dict(means)
+        for name in means:
+            self.learned[name] = self.learned.get(name, False) or name in learning
 
     def note_evaluation(self, step: int, means: Mapping[str, float]) -> None:
         """
@@ -184,15 +198,23 @@ class MemberScores:
             "reward": _leave_out_nan(self.trained).get(member.identity),
             "eval_reward": self.evaluated.get(member.identity),
             "eval_step": self.step if member.identity in self.evaluated else None,
+            "learned": self.learned.get(member.identity),
         }
 
     def state_dict(self) -> dict[str, Any]:
         """Returns plain data, ready for JSON."""
-        return {"trained": self.trained, "evaluated": self.evaluated, "step": self.step}
+        return {
+            "trained": self.trained,
+            "evaluated": self.evaluated,
+            "learned": self.learned,
+            "step": self.step,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a state of `state_dict`."""
         self.trained, self.evaluated = dict(state["trained"]), dict(state["evaluated"])
+        # Checkpoints of earlier versions do not say who has learned. Nobody is accused without a reason.
+        self.learned = dict(state.get("learned", dict.fromkeys(self.trained, True)))
         self.step = int(state["step"])
 
 

@@ -4,6 +4,8 @@ kind.py      `Task`, `TaskKind`: what a task is, and what each kind of task must
 archive.py   verified tasks in memory, and as a table in a file
 features.py  words for what a task uses; they decide what is rare and what is replayed
 dataset.py   tasks that a user gives, read and checked before a run
+prompts.py   prompts that a user gives, and the rows of each member of a dataset run
+script.py    the options of TRL's GRPO script: datasets of prompts and reward functions by name
 python/      the three built-in kinds: find the output, find an input, write the program
 """
 
