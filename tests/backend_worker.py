@@ -11,7 +11,7 @@ goes to `OUTPUT/SCENARIO/rank_N.pt`:
 - `broken` is a run in whose second step the loss of a member is NaN;
 - `savings` is the first step of each loss, with and without blank rows and shared prompts;
 - `resume`, `resume quantised` and `resume bf16` play a game straight, and again cut in two by a checkpoint;
-- `groups` are runs in which one role stays or is not there;
+- `groups` are runs in which one role stays or is not there, or one adapter plays both;
 - `evaluate` is one evaluation on held-out tasks;
 - `mends` is a trainer's way through faults that were mended;
 - `own` is a game whose pairs and advantages are a user's own functions, which say something else on each rank;
@@ -372,6 +372,7 @@ def groups(base: str, output: str) -> dict:
 GROUPS = {
     "without teachers": {"teachers": 0, "per_device_train_batch_size": 8},
     "teachers that stay": {"teacher_learning_rate": 0.0},
+    "a single agent": {"single_agent": True, "per_device_train_batch_size": 6},
 }
 
 

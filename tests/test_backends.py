@@ -234,6 +234,7 @@ def test_members_train_in_groups_of_every_form(runs):
     students = ["student_0", "student_1"]
     for rank in runs["groups"]:
         assert rank["moved"]["without teachers"] == rank["moved"]["teachers that stay"] == students
+        assert rank["moved"]["a single agent"] == ["agent"]
 
 
 @only("ddp", "zero2")

@@ -366,6 +366,8 @@ def test_a_task_of_another_kind_than_its_maker_is_refused(sandbox, seed_tasks):
         ({"depth": "deep"}, "task kind 'own': `complexity` must give numbers by name, got 'depth': 'deep'"),
         ({"step": 3.0}, "task kind 'own': `complexity` calls a measure 'step', which has a meaning already"),
         ({"entropy": 3.0}, "task kind 'own': `complexity` calls a measure 'entropy'"),
+        ({"match": 3.0}, "task kind 'own': `complexity` calls a measure 'match', which has a meaning already"),
+        ({"solve_rate": 3.0}, "task kind 'own': `complexity` calls a measure 'solve_rate', which has a meaning"),
         ({"loops/depth": 3.0}, "task kind 'own': `complexity` calls a measure 'loops/depth'; a name has letters"),
         ({"": 3.0}, "task kind 'own': `complexity` calls a measure ''; a name has letters"),
     ],
