@@ -11,7 +11,7 @@ goes to `OUTPUT/SCENARIO/rank_N.pt`:
 - `broken` is a run in whose second step the loss of a member is NaN;
 - `savings` is the first step of each loss, with and without blank rows and shared prompts;
 - `resume`, `resume quantised` and `resume bf16` play a game straight, and again cut in two by a checkpoint;
-- `groups` are runs in which one role stays or is not there;
+- `groups` are runs in which one role stays or is not there, or one adapter plays both;
 - `evaluate` is one evaluation on held-out tasks;
 - `mends` is a trainer's way through faults that were mended;
 - `own` is a game whose pairs and advantages are a user's own functions, which say something else on each rank;
@@ -40,6 +40,7 @@ from tests.fixed_rows import POPULATION, TEACHERS, play_fixed_rows
 from tests.launching import leave
 from tests.mends import why_refused
 from trl_populora.config import PopuLoRAConfig
+from trl_populora.lora import members as lora_members
 from trl_populora.lora.members import (
     _find_optimizer_entries,
     _offloads_gradients,
@@ -266,16 +267,43 @@ def plain(base: str, output: str) -> dict:
 BROKEN = (1, "student_1")
 
 
+def note_calls(owner, name: str, did: list[str]) -> None:
+    """Adds a function's name to the list at every call of it."""
+    function = getattr(owner, name)
+
+    def noted(*given, **named):
+        did.append(name)
+        return function(*given, **named)
+
+    setattr(owner, name, noted)
+
+
+class ClipOrder(TrainerCallback):
+    """Notes the order in which DeepSpeed's backward ends, its device is waited for and members are clipped."""
+
+    def __init__(self, trainer: PopuLoRATrainer):
+        self.trainer, self.did = trainer, []
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        from deepspeed.accelerator import get_accelerator
+
+        note_calls(self.trainer.model_wrapped, "backward", self.did)
+        note_calls(get_accelerator(), "synchronize", self.did)
+        note_calls(lora_members, "clip_member_grad_norms", self.did)
+
+
 def broken(base: str, output: str) -> dict:
     """A run of three steps, and the norms that it logs."""
     trainer = make_trainer(base, output, evolve_every=0, **CLIPPED)
     if launched_by_deepspeed():
         plugin = AcceleratorState().deepspeed_plugin
         plugin.deepspeed_config["zero_force_ds_cpu_optimizer"] = False  # with offload DeepSpeed would compile its own
+        trainer.add_callback(order := ClipOrder(trainer))
     play_fixed_rows(trainer, broken=BROKEN)
     trainer.train()
     names = trainer.population.names
     return identity(trainer) | {
+        "order": order.did if launched_by_deepspeed() else [],
         "members": {name: read_member(trainer.model_wrapped, name) for name in names},
         "norms": [entry[f"member/{BROKEN[1]}/grad_norm"] for entry in trainer.state.log_history if "loss" in entry],
         "again": why_refused(RuntimeError, trainer.train) if launched_by_deepspeed() else "",
@@ -372,6 +400,7 @@ def groups(base: str, output: str) -> dict:
 GROUPS = {
     "without teachers": {"teachers": 0, "per_device_train_batch_size": 8},
     "teachers that stay": {"teacher_learning_rate": 0.0},
+    "a single agent": {"single_agent": True, "per_device_train_batch_size": 6},
 }
 
 

@@ -223,6 +223,15 @@ def test_zero_1_gives_the_members_of_one_process(alone, solo, runs):
 
 
 @only("offload")
+def test_members_are_clipped_once_their_gradients_have_arrived_on_the_cpu(runs):
+    """ZeRO-2 copies them there without waiting. A CPU has nothing to wait for, but is asked as a GPU would be."""
+    for rank in runs["broken"]:
+        clips = [place for place, call in enumerate(rank["order"]) if call == "clip_member_grad_norms"]
+        assert len(clips) == 3
+        assert [rank["order"][place - 2 : place] for place in clips] == [["backward", "synchronize"]] * 3
+
+
+@only("offload")
 def test_zero_measures_what_it_offloads_and_steps_the_others_all_the_same(solo, runs):
     assert all(rank["offloads"] for rank in runs["broken"])
     test_a_member_whose_loss_is_nan_leaves_the_others_to_train_as_if_alone(solo, runs)
@@ -230,10 +239,11 @@ def test_zero_measures_what_it_offloads_and_steps_the_others_all_the_same(solo, 
 
 @only("ddp", "zero2")
 def test_members_train_in_groups_of_every_form(runs):
-    """DeepSpeed fails with an empty parameter group; there is none, because a group is a member."""
+    """A group is an adapter, so none is empty, and each has its own rate."""
     students = ["student_0", "student_1"]
     for rank in runs["groups"]:
         assert rank["moved"]["without teachers"] == rank["moved"]["teachers that stay"] == students
+        assert rank["moved"]["a single agent"] == ["agent"]
 
 
 @only("ddp", "zero2")

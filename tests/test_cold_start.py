@@ -205,10 +205,16 @@ def test_on_a_gpu_as_many_documents_go_together_as_rows_of_the_run_fit(device, r
 
 
 class Watch(TrainerCallback):
-    """Keeps the gradient of each step, and what was logged."""
+    """Keeps the gradient of each step, what was logged, and how many documents went through the model together."""
 
     def __init__(self):
-        self.gradients, self.logs = [], []
+        self.gradients, self.logs, self.rows = [], [], []
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        model.register_forward_pre_hook(self.count, with_kwargs=True)
+
+    def count(self, model, positional, given):
+        self.rows.append(len(given["input_ids"]))
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         self.gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad})
@@ -228,6 +234,7 @@ def test_documents_that_go_together_give_the_same_loss_gradient_and_adapter(tmp_
         trainer.add_callback(watch := Watch())
         with score_labels_alone():
             trainer.train()
+        assert watch.rows[: 8 // together] == [together] * (8 // together), "the documents of the first step"
         trained = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
         watched.append((watch, trained))
     (alone, weights), *others = watched

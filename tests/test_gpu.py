@@ -20,7 +20,13 @@ from tests.models import random_model
 from tests.populora_run import assert_equal, cut_run, make_trainer, state_of
 from trl_populora.generate import transformers as decoding
 from trl_populora.generate.transformers import complete
-from trl_populora.lora.members import adds_nothing, read_member, save_member, write_member
+from trl_populora.lora.members import (
+    adds_nothing,
+    clip_member_grad_norms,
+    read_member,
+    save_member,
+    write_member,
+)
 
 
 pytestmark = pytest.mark.gpu
@@ -125,6 +131,24 @@ def test_gradients_in_bf16_are_as_near_to_the_true_ones_as_stock_pefts(saved):
         print(f"{name}: relative error in bf16 {ours:.4f}, of stock PEFT {theirs:.4f}")
         assert ours < 1.25 * theirs + 1e-3
         assert 0 < theirs < 0.2
+
+
+def test_members_whose_parts_lie_on_two_devices_are_clipped_by_the_norms_of_all_parts():
+    """As `device_map="auto"` spreads a base over several GPUs in one process; here the CPU is the other device."""
+    spread, _, names = make_population(3, base=wide_base())
+    whole, _, _ = make_population(3, base=wide_base())
+    spread.get_base_model().model.layers[1].to(DEVICE)
+    generator = torch.Generator().manual_seed(0)
+    for mine, other in zip(spread.parameters(), whole.parameters(), strict=True):
+        if mine.requires_grad:
+            other.grad = torch.randn(other.shape, generator=generator)
+            mine.grad = other.grad.to(mine.device)
+    found, wanted = (clip_member_grad_norms(model, names, 1.0) for model in (spread, whole))
+    assert found == pytest.approx(wanted, rel=1e-5)
+    assert min(wanted.values()) > 1, "clipping bites"
+    for mine, other in zip(spread.parameters(), whole.parameters(), strict=True):
+        if mine.requires_grad:
+            torch.testing.assert_close(mine.grad.cpu(), other.grad, rtol=1e-4, atol=1e-7)
 
 
 def test_greedy_decoding_follows_the_route(saved):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from trl import TrlParser
 
-from trl_populora.config import PopuLoRAConfig
+from trl_populora.config import MEMBER_OPTIONS, PopuLoRAConfig
 from trl_populora.tasks import CodeO
 
 
@@ -217,6 +217,12 @@ def test_a_number_is_finite(make_args, name):
     for value in (math.nan, math.inf, -math.inf, "0.5", True):
         with pytest.raises(ValueError, match=f"`{name}` must be a finite number, got {value!r}"):
             make_args(**{name: value})
+
+
+@pytest.mark.parametrize("name", sorted({*NUMBERS[int], *NUMBERS[float]} - {*MEMBER_OPTIONS}))
+def test_a_list_is_no_number(make_args, name):
+    with pytest.raises(ValueError, match=rf"`{name}` must be a (whole|finite) number, got \[1\]"):
+        make_args(**{name: [1]})
 
 
 def test_numbers_of_a_command_line_and_of_a_file_are_taken(tmp_path):

@@ -257,9 +257,14 @@ class TestRanks:
         draws = random.Random(0)
         monkeypatch.setattr(CodeO, "features", lambda self, task: (str(draws.random()),))
         monkeypatch.setattr(ratings, "choose_weight", lambda name, kappa: lambda student, teacher: draws.random())
-        games, _ = self.play_together(
-            sandbox, seed_tasks, lambda rank, i: proposal(f"def f(a):\n    return a * {rank + 3} + {i}", "6"), steps=3
+        games, results = self.play_together(
+            sandbox,
+            seed_tasks,
+            lambda rank, i: proposal(f"def f(a):\n    return a * {rank + 3} + {i + 3}", "6"),
+            steps=8,
         )
+        pairs = [[{(row.match, row.member) for row in played.rows} for played in of_rank] for of_rank in results]
+        assert pairs[0] == pairs[1]
         assert games[0].population.state_dict() == games[1].population.state_dict()
         assert games[0].matchmaker.state_dict() == games[1].matchmaker.state_dict()
         assert games[0].features.state_dict() == games[1].features.state_dict()
@@ -366,6 +371,8 @@ def test_a_task_of_another_kind_than_its_maker_is_refused(sandbox, seed_tasks):
         ({"depth": "deep"}, "task kind 'own': `complexity` must give numbers by name, got 'depth': 'deep'"),
         ({"step": 3.0}, "task kind 'own': `complexity` calls a measure 'step', which has a meaning already"),
         ({"entropy": 3.0}, "task kind 'own': `complexity` calls a measure 'entropy'"),
+        ({"match": 3.0}, "task kind 'own': `complexity` calls a measure 'match', which has a meaning already"),
+        ({"solve_rate": 3.0}, "task kind 'own': `complexity` calls a measure 'solve_rate', which has a meaning"),
         ({"loops/depth": 3.0}, "task kind 'own': `complexity` calls a measure 'loops/depth'; a name has letters"),
         ({"": 3.0}, "task kind 'own': `complexity` calls a measure ''; a name has letters"),
     ],
