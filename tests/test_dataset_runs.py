@@ -251,7 +251,8 @@ class TestRun:
     def test_the_last_step_is_a_line(self, run):
         line = format_step(3, 4, load_run(run).history[2])
         reward = r"[+-]\d\.\d\d"
-        told = rf"reward {reward} \(student_\d {reward} \.\.\. student_\d {reward}\) \| length \d+"
+        members = r"student_\d(?:, student_\d)?"
+        told = rf"reward {reward} \({members} {reward} \.\.\. {members} {reward}\) \| length \d+"
         seconds = r"s: generate \d+\.\d reward \d+\.\d update \d+\.\d"
         assert re.fullmatch(rf"step 3/4 \| {told} \| {seconds}", line)
 
@@ -270,13 +271,15 @@ def test_a_line_names_best_and_worst_of_each_table():
     assert list_rewards(logs, "eval_easy_") == {"b": 0.52, "a": 0.36}
 
 
-def test_lines_name_all_members_that_are_equal():
+def test_lines_say_which_members_are_equal():
     logs = {"time/generate": 1.0, "reward": 0.4, "member/a/reward": 0.5, "member/b/reward": 0.1, "loss": 0.0}
-    assert "reward +0.40 (a = c +0.50 ... b +0.10)" in format_step(1, 9, logs | {"member/c/reward": 0.5})
+    assert "reward +0.40 (a, c +0.50 ... b +0.10)" in format_step(1, 9, logs | {"member/c/reward": 0.5})
+    more = {"member/c/reward": 0.1, "member/d/reward": 0.1}
+    assert "reward +0.40 (a +0.50 ... 3 members +0.10)" in format_step(1, 9, logs | more)
     assert "reward +0.40 (all 2 members equal)" in format_step(1, 9, logs | {"member/b/reward": 0.5})
     evaluated = {"eval_reward": 0.3, "eval_member/a/reward": 0.5, "eval_member/b/reward": 0.1, "eval_runtime": 1.0}
     (line,) = format_evaluation(1, 9, evaluated | {"eval_member/c/reward": 0.1})
-    assert "eval: reward +0.30 (best a +0.50, worst b = c +0.10)" in line
+    assert "eval: reward +0.30 (best a +0.50, worst b, c +0.10)" in line
     (line,) = format_evaluation(1, 9, evaluated | {"eval_member/b/reward": 0.5})
     assert "eval: reward +0.30 (all 2 members equal)" in line
 

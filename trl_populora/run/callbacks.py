@@ -184,17 +184,15 @@ def _tell_prompts(prefix: str, logs: dict[str, Any]) -> str:
 
 def _name_extremes(rewards: Mapping[str, float]) -> tuple[str, str]:
     """
-    Names the members with the highest reward and those with the lowest, all of those that are equal. Where all members
-    are equal, the second text is empty.
+    Names the member with the highest reward and the one with the lowest: both names where two are equal, and their
+    number where more are. Where all members are equal, the second text is empty.
     """
     highest, lowest = max(rewards.values()), min(rewards.values())
     if highest == lowest:
         return f"all {len(rewards)} members equal", ""
-    best, worst = (
-        f"{' = '.join(name for name in rewards if rewards[name] == value)} {_format_number(value)}"
-        for value in (highest, lowest)
-    )
-    return best, worst
+    names = [[name for name in rewards if rewards[name] == value] for value in (highest, lowest)]
+    told = [", ".join(each) if len(each) < 3 else f"{len(each)} members" for each in names]
+    return f"{told[0]} {_format_number(highest)}", f"{told[1]} {_format_number(lowest)}"
 
 
 def use_step_line(callbacks: CallbackHandler) -> None:
