@@ -341,6 +341,7 @@ def test_rejects_are_means_over_the_run():
     figure = Figure()
     draw_rejects(figure, Run("r", [{"step": 10 * (n + 1), **entry} for n, entry in enumerate(reasons)]))
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["format (2.5)"]
+    assert {bar.get_width() for bar in figure.axes[0].patches} == {10}, "no gaps between logs"
     (caption,) = [plot.caption for plot in PLOTS if plot.name == "rejects"]
     assert "in brackets the mean" in caption
 

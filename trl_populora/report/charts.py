@@ -425,6 +425,7 @@ def draw_rejects(axis: Axes, run: Run) -> None:
         totals.update({key[len(prefix) :]: entry[key] or 0 for key in entry if key.startswith(prefix)})
     reasons = [reason for reason, count in totals.most_common() if count]
     steps = [entry["step"] for entry in history]
+    width = _find_bar_width(steps)
     bottom = [0.0] * len(steps)
     for index, reason in enumerate(reasons):
         counts = [entry.get(prefix + reason) or 0.0 for entry in history]
@@ -432,7 +433,7 @@ def draw_rejects(axis: Axes, run: Run) -> None:
         hatch = HATCHES[index // len(SERIES_COLORS)]
         mean = totals[reason] / len(steps)
         label = f"{reason.replace('_', ' ')} ({f'{mean:.1f}' if mean >= 0.1 else '< 0.1'})"
-        axis.bar(steps, counts, width=1, bottom=bottom, color=color, hatch=hatch, label=label, linewidth=0)
+        axis.bar(steps, counts, width=width, bottom=bottom, color=color, hatch=hatch, label=label, linewidth=0)
         bottom = [b + c for b, c in zip(bottom, counts, strict=True)]
     axis.set(ylabel="rejected proposals (number)")
     axis.yaxis.set_major_locator(locate_whole_numbers(6))
@@ -547,6 +548,11 @@ def format_seconds(value: float) -> str:
 
 
 @on_one_axis
+def _find_bar_width(steps: Sequence[int]) -> int:
+    """Returns the shortest distance between two logs, so that no bar covers another (`logging_steps`)."""
+    return min((later - step for step, later in pairwise(steps)), default=1)
+
+
 def draw_times(axis: Axes, run: Run) -> None:
     """Draws the seconds of each step as bars, a colour per phase and one for evolution."""
     steps = [entry["step"] for entry in run.history]
@@ -554,8 +560,7 @@ def draw_times(axis: Axes, run: Run) -> None:
     values = [[entry.get(f"time/{phase}") or 0.0 for entry in run.history] for phase in colors]
     means = [sum(series) / len(series) for series in values]
     labels = [f"{phase} ({format_seconds(mean)} s)" for phase, mean in zip(colors, means, strict=True)]
-    # All bars are as wide as the shortest distance between two logs, so none covers another (`logging_steps`).
-    width = min((later - step for step, later in pairwise(steps)), default=1)
+    width = _find_bar_width(steps)
     bottom = [0.0] * len(steps)
     for series, label, color in zip(values, labels, colors.values(), strict=True):
         axis.bar(steps, series, width=width, bottom=bottom, color=color, label=label, linewidth=0)

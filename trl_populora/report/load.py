@@ -362,8 +362,8 @@ def _collect_proposals(root: Path, last: int) -> tuple[list[dict[str, Any]], dic
 
 
 def _make_given(attempt: dict[str, Any]) -> dict[str, Any]:
-    """Makes an entry that looks like a proposal from an attempt at a given task. Its text is the student's prompt."""
-    return attempt | {"member": "given", "completion": attempt["prompt"]}
+    """Makes the entry of a given task, in the place of a proposal, from an attempt at it."""
+    return attempt | {"member": "given"}
 
 
 def _identify_task(row: dict[str, Any]) -> tuple:

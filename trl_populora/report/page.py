@@ -379,10 +379,9 @@ def _write_sample(proposal: Mapping[str, Any], attempts: Sequence[Mapping[str, A
     else:
         verdict = name_reject(proposal)
     title = f"step {proposal['step']} · {proposal['member']} · {proposal['kind']} · {verdict}"
-    parts = [
-        _write_source(proposal, way),
-        f"<p>Proposal, reward {proposal['reward']:+.2f}:</p>{_write_text(proposal['completion'])}",
-    ]
+    parts = [_write_source(proposal, way)]
+    if proposal["role"] == "teacher":  # else the task was given
+        parts.append(f"<p>Proposal, reward {proposal['reward']:+.2f}:</p>{_write_text(proposal['completion'])}")
     if attempts:
         parts.append(f"<p>What {escape(attempts[0]['member'])} was asked:</p>{_write_text(attempts[0]['prompt'])}")
     for attempt in attempts:
