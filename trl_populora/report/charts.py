@@ -547,12 +547,12 @@ def format_seconds(value: float) -> str:
     return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
 
 
-@on_one_axis
 def _find_bar_width(steps: Sequence[int]) -> int:
     """Returns the shortest distance between two logs, so that no bar covers another (`logging_steps`)."""
     return min((later - step for step, later in pairwise(steps)), default=1)
 
 
+@on_one_axis
 def draw_times(axis: Axes, run: Run) -> None:
     """Draws the seconds of each step as bars, a colour per phase and one for evolution."""
     steps = [entry["step"] for entry in run.history]
