@@ -104,7 +104,7 @@ class Teacher:
         outcomes = [
             Outcome(row.kind, row.valid, row.reject_reason, row.solve_rate, G, row.chance, row.rarity) for row in rows
         ]
-        rewards = {pay: fmean(map(price_proposals(pay), outcomes)) for pay in PAY}
+        rewards = {pay: fmean(map(price_proposals(pay), outcomes)) for pay in PAY if pay != "paper"}
         return rewards, {row.reject_reason for row in rows} - {""}
 
 
@@ -388,7 +388,7 @@ def honest_rewards(sandbox):
     honest = Teacher(of_seeds("code_i"), competent(0.5))  # as code_o they are new tasks
     rewards, rejects = honest.earns(sandbox)
     assert not rejects
-    assert rewards["paper"] == pytest.approx(0.5, abs=0.05)
+    assert rewards["guarded"] == pytest.approx(0.5, abs=0.05)
     return rewards
 
 
