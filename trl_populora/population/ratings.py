@@ -5,7 +5,7 @@
 By default pairs are drawn by prioritised fictitious self-play (PFSP, Vinyals et al., 2019): the weight of a pair
 depends on the TrueSkill win probability (Herbrich et al., 2006), as in PopuLoRA (arXiv 2605.16727). Ratings then
 follow the scores of the matches, or with `ratings: trueskill` wins and losses, by TrueSkill's own update.
-`benchmarks/ratings.py` compares the two.
+`benchmarks/ratings.py` compares scores with a mixture of a win and a loss.
 In a dataset run nobody meets: members are ranked by their rewards on the same prompts ([`rate_by_rewards`]). Nothing
 here needs torch.
 """
