@@ -222,10 +222,41 @@ def test_an_interval_is_students_over_the_seeds():
 
 
 def test_a_claim_is_told_by_five_seeds_and_an_interval_without_zero():
-    assert pages.verdict([0.1, 0.2, 0.1, 0.1, 0.3]) == "reproduces"
-    assert pages.verdict([-0.1, -0.2, -0.1, -0.1, -0.3]) == "does not: the opposite"
+    assert pages.verdict([0.1, 0.2, 0.1, 0.1, 0.3]) == pages.verdict([0.1, 0.2, 0.1, 0.1, 0.3], ours=True) == "agrees"
+    assert pages.verdict([-0.1, -0.2, -0.1, -0.1, -0.3]) == "disagrees"
+    assert pages.verdict([-0.1, -0.2, -0.1, -0.1, -0.3], ours=True) == "our threshold was not met"
     assert pages.verdict([-0.1, 0.1, 0.2, 0.1, -0.3]) == "cannot be told"
     assert pages.verdict([0.1, 0.2, 0.1, 0.1]) == "cannot be told: too few seeds"
     longer = {seed: runs.Run(steps=25, curves={"lines of code": [4, 4, 4, 4, 5 + seed]}) for seed in range(5)}
-    (row,) = [row for row in pages.claims_table({"4t4s": longer}) if row[0].endswith("programs get longer")]
-    assert row[2:] == ["5", "reproduces"]
+    measures = {name: [0.5, 0.4, 0.6, 0.5, 0.5] for name in ("valid proposals", "solve rate of fresh tasks")}
+    measures["new structures per valid proposal"] = [0.5] * 5
+    for run in longer.values():
+        run.curves |= measures
+        run.rows = 288
+    table = pages.claims_table({"4t4s": longer})
+    (row,) = [row for row in table if row[1] == "its lines rise"]
+    assert (row[0], *row[4:]) == ("R2", "5", "agrees")
+    assert {row[-1] for row in table[1:]} <= {
+        *("agrees", "disagrees", "cannot be told", "our threshold was not met", "cannot be told: too few seeds")
+    }
+
+
+def test_coverage_is_counted_in_all_and_by_the_step():
+    """A population writes four times the proposals of a single agent."""
+    race = runs.load(PUBLISHED / runs.RESULTS)
+    counted = {
+        name: [round(runs.BLOCK * sum(race[name][seed].new_shapes())) for seed in range(5)]
+        for name in ("4t4s", "single_agent")
+    }
+    assert counted == {"4t4s": [1994, 1848, 1282, 1302, 1833], "single_agent": [643, 568, 637, 652, 631]}
+
+
+def test_a_rise_and_fall_does_not_swing_and_a_wave_does():
+    def swing(rates):
+        curves = {"solve rate of fresh tasks": rates, "valid proposals": [1.0] * 30}
+        return runs.Run(steps=150, rows=288, curves=curves).swing()
+
+    sampling = 0.5 / math.sqrt(5 * 32)
+    for hill in (lambda x: 0.3 + 0.01 * x, lambda x: 0.4 + 0.03 * x - 0.001 * x * x):
+        assert swing([hill(place) for place in range(30)]) == pytest.approx(-sampling)
+    assert swing([0.5 + 0.2 * math.sin(place) for place in range(30)]) == pytest.approx(0.14 - sampling, abs=0.01)
