@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from pathlib import Path
 from statistics import fmean
@@ -164,6 +165,19 @@ def test_the_published_tables_are_those_of_the_published_figures(tables_of):
     assert len(race) == len(evolution) == 4
     for table in (*race, paired, held_out, *evolution[1:3]):
         assert table in said
+
+
+def test_the_figures_beside_the_papers_statements_are_those_of_the_claims():
+    race = runs.load(PUBLISHED / runs.RESULTS)
+    rows = pages.claims_table({name: race[name] for name in ("single_agent", "4t4s")})
+    found = (arms_race.CONFIG.parents[2] / "docs" / "paper.md").read_text().partition("## What it found")[2]
+    for number, row in re.findall(r"^\| (R\d) \| (.+)$", found, re.MULTILINE):
+        measured = {cells[3] for cells in rows if cells[0] in (number, "ours")}
+        assert set(re.findall(r"[-+]\d\.\d{3} \[[^]]+\]", row)) <= measured, number
+    ends = [round(run.fifths("solve rate of fresh tasks")[1], 3) for run in race["single_agent"].values()]
+    assert f"{fmean(ends):.2f}" == "0.65"
+    assert "it ends at .65" in found
+    assert sum(len(run.back) for run in race["4t4s"].values()) == 70
 
 
 @pytest.mark.slow
