@@ -33,8 +33,9 @@ SETTINGS = """\
 
 Every field of `PopuLoRAConfig` that TRL's `GRPOConfig` lacks or has another default for, in the order of the step. A
 recipe in YAML, the command line (`--teachers 2`) and a script (`PopuLoRAConfig(teachers=2)`) know the same names.
-*paper* is PopuLoRA, *AZR* Absolute Zero Reasoner (arXiv 2505.03335). Inherited options are in
-[another table](../options.md), LoRA and the base in TRL's `ModelConfig` (`--lora_r 32`).
+*paper* is PopuLoRA itself (arXiv 2605.16727), *second hand* what digests say of it, *AZR* Absolute Zero Reasoner
+(arXiv 2505.03335); [statement by statement](../paper.md). Inherited options are in [another table](../options.md),
+LoRA and the base in TRL's `ModelConfig` (`--lora_r 32`).
 
 `docs/generate.py` writes this page.
 """

@@ -15,6 +15,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from trl_populora.lora.layers import BASE_NAME
 from trl_populora.report.load import load_evaluations, load_history
 from trl_populora.run.read import PLAYED, read_lines
@@ -28,6 +30,7 @@ EVALUATED = (
     *(f"{name}/solve_rate" for name in (*KINDS, BASE_NAME)),
     "thinking_rate",
 )
+ATTEMPTS = 8  # at a task; a proposal and its attempts are as many rows and one
 NEWBORN, TOLERANCE = 3, 0.05  # steps that a child's solve rate is averaged over; how near to its peers it is back
 
 
@@ -116,6 +119,26 @@ class Run:
     def rise(self, name: str) -> float:
         first, last = self.fifths(name)
         return last - first
+
+    def proposed(self) -> list[float]:
+        """Valid proposals of a step, the mean of each block."""
+        return [share * self.rows / (1 + ATTEMPTS) for share in self.curves["valid proposals"]]
+
+    def new_shapes(self) -> list[float]:
+        """Structures of a step's programs that nobody has written before, the mean of each block."""
+        each = self.curves["new structures per valid proposal"]
+        return [new * valid for new, valid in zip(each, self.proposed(), strict=True)]
+
+    def swing(self) -> float:
+        """
+        How far the solve rate of fresh tasks swings: the standard deviation of its blocks about a parabola, because
+        one rise and fall is no oscillation, less what the sampling of tasks alone can make, .5 over the root of a
+        block's valid proposals.
+        """
+        rates, tasks = self.curves["solve rate of fresh tasks"], BLOCK * fmean(self.proposed())
+        places = np.arange(len(rates))
+        left = np.array(rates) - np.polyval(np.polyfit(places, rates, 2), places)
+        return math.sqrt(float(left @ left) / (len(rates) - 3)) - 0.5 / math.sqrt(tasks)
 
     def share_back(self, updates: int = 20) -> float:
         """Share of the newborn students that were as good as the others after at most so many updates."""

@@ -63,7 +63,7 @@ FOUR_PAIRS = {
     **REPLAYED,
 }
 CANDIDATES: dict[str, dict[str, str]] = {
-    "paper": {},
+    "paper": {},  # what is called `guarded` now: the paper's formula with our guards
     "learnability": {"teacher_reward": "learnability"},
     "rarity": {"teacher_reward": "rarity"},
     "paper_slow": {"teacher_learning_rate": SLOW},

@@ -40,9 +40,9 @@ from trl_populora.trainer import PopuLoRATrainer
 
 
 CONFIG = Path(__file__).resolve().parents[1] / "recipes" / "tiny" / "config_2t2s.yaml"
-# The paper's pay, teachers as fast as students, nothing replayed: what is kept of these runs was measured so, before
-# the recipes took what `screen.py` found better.
-PAPERS = ("--teacher_reward", "paper", "--teacher_learning_rate", "none", "--replay", "0")
+# The paper's pay with our guards, teachers as fast as students, nothing replayed: what is kept of these runs was
+# measured so, before the recipes took what `screen.py` found better.
+PAPERS = ("--teacher_reward", "guarded", "--teacher_learning_rate", "none", "--replay", "0")
 PAPERS += ("--per_device_train_batch_size", "24")  # of 144 rows for two pairs, 288 for four, 72 for one
 MEASURES = ("solve_rate", "code_o/solve_rate", "code_i/solve_rate", "code_f/solve_rate", "thinking_rate")
 

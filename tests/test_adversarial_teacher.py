@@ -8,11 +8,13 @@ tasks, half of the attempts at which are right: one student has learned what the
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -72,18 +74,20 @@ class Teacher:
     steps: int = STEPS
     known: Task = KNOWN  # the program that code_f is about
 
-    def earns(self, sandbox: Sandbox) -> tuple[dict[str, float], set[str]]:
-        """Mean reward of a proposal under every named pay, and why proposals were rejected."""
-        rng, archive = random.Random(0), TaskArchive()
+    def earns(self, sandbox: Sandbox, guarded: bool = True) -> tuple[dict[str, float], set[str]]:
+        """Mean reward of a proposal under every named pay with guards, or the one without; why some were rejected."""
+        rng, archive, kind = random.Random(0), TaskArchive(), copy.copy(KINDS[self.kind])
+        kind.guarded = guarded
+        self.proposals, written = itertools.tee(self.proposals)  # asked again, a teacher begins again
         for seed in [self.known, ABOUT_IT] if self.kind == "code_f" else SEEDS:
             archive.add(seed)
 
         def say(prompt: str, member: str) -> str:
             if member == "teacher_0":
-                return next(self.proposals)
-            kind = prompt.split()[1]
-            answer = self.student(prompt, rng) if kind == self.kind else "0"
-            return f"```{FENCE[kind]}\n{answer}\n```"
+                return next(written)
+            asked = prompt.split()[1]
+            answer = self.student(prompt, rng) if asked == self.kind else "0"
+            return f"```{FENCE[asked]}\n{answer}\n```"
 
         def generate(prompts, members, seeds=None):
             texts = (say(prompt[0]["content"], member) for prompt, member in zip(prompts, members, strict=True))
@@ -93,7 +97,7 @@ class Teacher:
             population=Population(1, 2),
             matchmaker=Matchmaker(seed=0),
             archive=archive,
-            referee=Referee({self.kind: KINDS[self.kind]}, sandbox, "compact", (*THINK_TAGS, "<|im_end|>")),
+            referee=Referee({self.kind: kind}, sandbox, "compact", (*THINK_TAGS, "<|im_end|>"), guarded=guarded),
             player=Player(generate),
             proposals=P,
             attempts=G,
@@ -104,7 +108,7 @@ class Teacher:
         outcomes = [
             Outcome(row.kind, row.valid, row.reject_reason, row.solve_rate, G, row.chance, row.rarity) for row in rows
         ]
-        rewards = {pay: fmean(map(price_proposals(pay), outcomes)) for pay in PAY}
+        rewards = {pay: fmean(map(price_proposals(pay), outcomes)) for pay in PAY if guarded != (pay == "paper")}
         return rewards, {row.reject_reason for row in rows} - {""}
 
 
@@ -388,7 +392,7 @@ def honest_rewards(sandbox):
     honest = Teacher(of_seeds("code_i"), competent(0.5))  # as code_o they are new tasks
     rewards, rejects = honest.earns(sandbox)
     assert not rejects
-    assert rewards["paper"] == pytest.approx(0.5, abs=0.05)
+    assert rewards["guarded"] == pytest.approx(0.5, abs=0.05)
     return rewards
 
 
@@ -398,3 +402,14 @@ def test_no_trick_earns_more_than_honest_tasks(sandbox, honest_rewards, name):
     print(f"{name}: {', '.join(f'{pay} {reward:.2f}' for pay, reward in rewards.items())}, {sorted(rejects)}")
     too_much = {pay: reward for pay, reward in rewards.items() if reward > honest_rewards[pay] + SAMPLING_ERROR}
     assert too_much == {}
+
+
+PAGE = (Path(__file__).parent.parent / "docs" / "guides" / "reward.md").read_text()
+PREVENTED = re.findall(r"^\| ([\w ]+) \| ([-.\d]+) \| ([-.\d]+) \|", PAGE, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("name", "paper", "guarded"), PREVENTED)
+def test_what_guards_prevent_is_what_the_page_says(sandbox, name, paper, guarded):
+    (printed, _), (ours, _) = (TRICKS[name].earns(sandbox, guards) for guards in (False, True))
+    assert printed["paper"] == pytest.approx(float(paper), abs=0.006)
+    assert ours["guarded"] == pytest.approx(float(guarded), abs=0.006)

@@ -53,6 +53,9 @@ class TestExactResume:
                 id="what teachers are paid for",
             ),
             pytest.param({"single_agent": True, "max_steps": 9, "per_device_train_batch_size": 6}, id="single agent"),
+            pytest.param(
+                {"teacher_reward": "paper", "ratings": "trueskill", "evolve_every": 7, "max_steps": 9}, id="as printed"
+            ),
             pytest.param({"pool_every": 7, "evolve_every": 5, "max_steps": 11}, id="students that are pooled"),
         ],
     )

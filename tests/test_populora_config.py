@@ -156,9 +156,9 @@ def test_what_a_refusal_suggests_passes_every_check_without_a_warning_of_lone_pr
         ({"pfsp_kappa": -1.0}, "`pfsp_kappa` must be at least 0"),
         ({"replay": 1.5}, "`replay` must be below 1, got 1.5"),
         ({"replay": -0.5}, "`replay` must be at least 0, got -0.5"),
-        ({"teacher_reward": "rarities"}, "`teacher_reward` must be one of paper, .*`module:function`.*, got 'rari"),
+        ({"teacher_reward": "rarities"}, "`teacher_reward` must be one of guarded, .*`module:function`.*, got 'rari"),
         ({"student_reward": "paper"}, "`student_reward` must be one of azr, or `module:function`"),
-        ({"teacher_reward": len}, "`teacher_reward` must be one of paper"),
+        ({"teacher_reward": len}, "`teacher_reward` must be one of guarded"),
         (
             {"teacher_reward": "my:pay", "teacher_reward_unsolved": 0.1},
             "`teacher_reward_unsolved=0.1` says nothing to `t",

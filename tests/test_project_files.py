@@ -16,6 +16,7 @@ from packaging.specifiers import SpecifierSet
 
 import trl_populora
 from trl_populora.cli import COMMANDS
+from trl_populora.hub.card import CITATION
 
 
 ROOT = Path(__file__).parent.parent
@@ -30,6 +31,18 @@ def test_the_version_is_the_same_everywhere():
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version
     changelog = (ROOT / "CHANGELOG.md").read_text()
     assert f"\n## [{version}]" in changelog or f"this becomes {version}" in changelog
+
+
+@pytest.mark.parametrize("text", [(ROOT / "README.md").read_text(), CITATION], ids=["README", "cards"])
+def test_the_paper_is_cited_as_the_citation_file_has_it(text):
+    (paper,) = yaml.safe_load((ROOT / "CITATION.cff").read_text())["references"]
+    names = [name for author in paper["authors"] for name in author.values()]
+    assert len(names) == 12
+    listed = text[text.index("Creus") :]
+    places = [listed.index(author["family-names"]) for author in paper["authors"]]
+    assert places == sorted(places), "in the same order"
+    for told in (paper["title"], *names, str(paper["year"]), paper["identifiers"][0]["value"].removeprefix("arXiv:")):
+        assert told in text
 
 
 def test_the_oldest_python_is_one_that_bounded_dependencies_install_on():

@@ -47,6 +47,7 @@ from trl_populora.lora.layers import (
     Router,  # noqa: E402
     add_members,  # noqa: E402
 )
+from trl_populora.population.evolution import read_mixture  # noqa: E402
 from trl_populora.step.microbatch import Sharing, cut, estimate_pair_cost, plan_micro_batches, read_layout  # noqa: E402  # noqa: E402
 from trl_populora.step.player import Completion  # noqa: E402
 from trl_populora.step.rows import Row  # noqa: E402
@@ -59,6 +60,9 @@ HARDWARE = {
     "Qwen2.5-Coder-7B/config_4t4s_24gb.yaml": ("RTX-4090", 1),
     "Qwen2.5-Coder-7B/config_4t4s_8gpu.yaml": ("A100-80GB", 8),
     "Qwen2.5-Coder-7B/config_4t4s_two_nodes.yaml": ("A100-80GB", 8),
+    "Qwen2.5-Coder-7B/config_4t4s_paper.yaml": ("A100-80GB", 1),
+    "Qwen2.5-Coder-7B/config_single_agent.yaml": ("A100-80GB", 1),
+    "Qwen2.5-Coder-7B/config_single_agent_all_rows.yaml": ("A100-80GB", 1),
 }
 
 
@@ -109,6 +113,56 @@ def test_the_recipe_for_one_gpu_differs_from_its_cpu_twin_in_hardware_alone():
     assert differ == {"output_dir", "use_cpu", "generation_tokens", "per_device_train_batch_size"} | {
         key for key in gpu if "vllm" in key
     }
+
+
+AS_PRINTED = {  # what `docs/paper.md` calls printed, and the tiny recipe and the 7B one have
+    "teachers": 4,
+    "students": 4,
+    "teacher_reward": "paper",
+    "ratings": "trueskill",
+    "mutations": {"svd_perturb": 1.0},
+    "crossovers": {"module_swap": 1.0},
+    "pfsp_kappa": 1.0,
+    "evolve_every": 10,
+    "cull_fraction": 0.25,
+    "replay": 0.0,
+    "teacher_learning_rate": None,
+    "teacher_reward_invalid": -1.0,
+    "teacher_reward_unsolved": 0.0,
+}
+
+
+@pytest.mark.parametrize("name", ["paper.yaml", "Qwen2.5-Coder-7B/config_4t4s_paper.yaml"])
+def test_the_recipes_of_the_paper_play_all_of_it_as_printed(name, tmp_path):
+    args, _ = read_recipe(str(CONFIGS[name]), str(tmp_path))
+    breeding = args.breeding
+    found = {key: getattr(args, key) for key in AS_PRINTED} | {
+        "mutations": read_mixture(breeding.mutations, (), "mutations"),
+        "crossovers": read_mixture(breeding.crossovers, (), "crossovers"),
+    }
+    assert found == AS_PRINTED
+
+
+def test_the_7b_recipes_that_are_compared_differ_in_what_is_compared():
+    def read(name):
+        return yaml.safe_load(CONFIGS[f"Qwen2.5-Coder-7B/config_{name}.yaml"].read_text())
+
+    def differ(name):
+        ours, theirs = read("4t4s"), read(name)
+        return {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)}
+
+    alone = {"output_dir", "teachers", "students", "single_agent", "evolve_every", "proposals_per_teacher"}
+    assert differ("single_agent_all_rows") == alone | {"per_device_train_batch_size"}
+    assert differ("single_agent") == alone | {"per_device_train_batch_size", "max_steps"}
+    assert differ("4t4s_paper") == {"output_dir", "vllm_max_model_length", "teacher_baseline", "student_baseline"} | {
+        *("ratings", "pfsp_kappa", "teacher_reward", "mutations", "crossovers")
+    }
+    rows = {}
+    for name in ("4t4s", "single_agent", "single_agent_all_rows"):
+        recipe = read(name)
+        a_step = recipe.get("teachers", 1) * recipe["proposals_per_teacher"] * (1 + recipe["attempts_per_task"])
+        rows[name] = a_step * recipe["max_steps"]
+    assert rows["single_agent_all_rows"] == rows["4t4s"] == 4 * rows["single_agent"], "of a pair, and of all four"
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])

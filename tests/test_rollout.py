@@ -12,7 +12,7 @@ from tests.games import PROPOSALS, G, make_game, play, proposal, solve_by_plan
 from trl_populora.population import ratings
 from trl_populora.sandbox import Job, Limits, Sandbox
 from trl_populora.sandbox.values import decode
-from trl_populora.step.pay import Rules
+from trl_populora.step.pay import Rules, choose_teacher_reward
 from trl_populora.step.player import Completion
 from trl_populora.step.referee import Written
 from trl_populora.step.rows import Played, Row, in_a_line, student_reward, teacher_reward
@@ -97,6 +97,89 @@ def test_a_duplicate_is_invalid_and_never_reaches_a_student(sandbox, seed_tasks)
     assert [row.reject_reason for row in rows] == ["", "duplicate", "duplicate", "duplicate"]
     again = [row for row in play(game, 1).rows if row.role == "teacher"]
     assert {row.reject_reason for row in again} == {"duplicate"}, "also in a later step"
+
+
+class TestPrinted:
+    """With `teacher_reward: paper` all that parses, runs and is deterministic reaches students, and is paid by rho."""
+
+    RULES = Rules(choose_teacher_reward("paper", -1.0, 0.0))
+    ADD = "def f(a):\n    return a + 100"
+    INPUTS = "```inputs\n{}\n```\n```message\n{}\n```"
+
+    def make(self, sandbox, tasks, kind, texts, solve, **rules):
+        kind.configure(KindSettings(prompt_style="turns", inputs_per_function=4, teacher_reward="paper"))
+        return make_game(
+            sandbox,
+            tasks,
+            lambda i: texts[i],
+            solve,
+            kinds=(kind,),
+            proposals=len(texts),
+            rules={"guarded": False} | rules,
+        )
+
+    def proposals(self, game):
+        game.rules = self.RULES
+        played = play(game, 0)
+        return played, [row for row in played.rows if row.role == "teacher"]
+
+    def test_duplicates_copies_and_lengths_are_tasks(self, sandbox, seed_tasks):
+        long = f"def f(a):\n    return len({'x' * 3100!r}) + a"
+        texts = [
+            proposal(self.ADD, "5"),
+            proposal("def f(b):\n    # the same\n    return b + 100", "5"),  # a duplicate
+            proposal("def f(a):\n    return a", "105"),  # its input is its output
+            proposal(long, "5"),  # a program of over 3000 characters
+            proposal("def f(a):\n    return 'x' * 500", "5"),  # an output of over 400
+            proposal("def f(a):\n    return len(a)", repr("y" * 500)),  # an input of over 400
+        ]
+        solve = lambda content, i: "```output\n105\n```"  # noqa: E731
+        game = self.make(sandbox, seed_tasks, CodeO(), texts, solve)
+        played, rows = self.proposals(game)
+        assert [row.reject_reason for row in rows] == [""] * 6
+        assert [row.solve_rate for row in rows] == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
+        assert teacher_reward(**columns(rows)) == [0.0] * 6
+        assert played.metrics["propose/valid_rate"] == 1.0
+        assert len(played.tasks) == 6
+        held = [task.program for task in game.archive if task.author == "teacher_0"]
+        assert len(held) == 5
+        assert held[0] == self.ADD, "of two duplicates the archive keeps the first"
+
+    def test_constant_outputs_equal_inputs_and_given_programs_are_tasks(self, sandbox, seed_tasks):
+        tasks = [task for task in seed_tasks if "a + 1" in task.program]
+        known = tasks[0]
+        texts = [
+            self.INPUTS.format("1\n1\n1\n1", "constant, and four times the same input"),
+            self.INPUTS.format("1\n2\n3\n4", known.program),
+            self.INPUTS.format("1\n2\n3\n4", "a\nhint\nof\nfour lines" + "." * 500),
+        ]
+        game = self.make(sandbox, tasks, CodeF(), texts, lambda c, i: f"```python\n{known.program}\n```")
+        _, rows = self.proposals(game)
+        assert [(row.reject_reason, row.solve_rate, row.pay) for row in rows] == [("", 1.0, 0.0)] * 3
+
+    def test_luck_is_paid_and_only_what_nobody_solves_pays_nothing(self, sandbox, seed_tasks):
+        texts = [proposal(f"def f(a):\n    return (a * 7 + {i}) % 2 == 0", "3") for i in range(2)]
+        game = self.make(sandbox, seed_tasks, CodeO(), texts, lambda c, i: f"```output\n{i == 0}\n```")
+        _, rows = self.proposals(game)
+        assert [(row.chance, row.solve_rate, row.pay) for row in rows] == [(0.5, 0.75, 0.25), (0.5, 0.25, 0.75)]
+
+    def test_what_can_be_put_to_nobody_pays_as_what_nobody_solves(self, sandbox, seed_tasks):
+        held_out = CodeO().accept(*checked(sandbox, CodeO(), proposal(self.ADD, "5")))
+        texts = [
+            proposal(self.ADD, "5"),  # held out
+            proposal("def f(a):\n    return '</think>'[a % 4]", "5"),  # a control text
+            proposal("def f(a):\n    return '</think>'[a / 0]", "5"),  # likewise, and it does not run
+            "I would rather not.",
+        ]
+        game = self.make(sandbox, seed_tasks, CodeO(), texts, lambda c, i: "", held_out=[held_out])
+        _, rows = self.proposals(game)
+        assert [row.reject_reason for row in rows] == ["held_out", "control_token", "error", "format"]
+        assert [row.pay for row in rows] == [0.0, 0.0, -1.0, -1.0]
+
+
+def checked(sandbox, kind, text):
+    read = kind.parse_proposal(text, [])
+    return read, sandbox.run([kind.check(read)])[0], random.Random(0)
 
 
 def test_only_programs_that_nobody_has_written_count_as_novel(sandbox, seed_tasks):

@@ -19,6 +19,7 @@ from trl_populora.step.pay import (
     student_share,
 )
 from trl_populora.step.rows import student_reward, teacher_reward
+from trl_populora.tasks import Reject
 
 
 NAN = float("nan")
@@ -31,13 +32,28 @@ def task(solve_rate: float, **facts) -> Outcome:
 INVALID = Outcome("code_o", False, "error")
 UNSOLVED = [task(0.0), task(0.25, chance=0.25, rarity=1.0), task(0.5, chance=0.5)]
 
-# A record -> the student's share of the match (paper), and what each named pay gives.
+# A record -> the student's share of the match (ours), and what each named pay gives.
 SOLVED = [
-    (task(0.125), 0.125, {"paper": 0.875, "learnability": 0.109375, "rarity": 0.0}),
-    (task(0.25, rarity=0.5), 0.25, {"paper": 0.75, "learnability": 0.1875, "rarity": 0.375}),
-    (task(0.5, chance=0.25, rarity=1.0), 0.5, {"paper": 0.5, "learnability": 0.25, "rarity": 0.5}),
-    (task(1.0, rarity=1.0), 1.0, {"paper": 0.0, "learnability": 0.0, "rarity": 0.0}),
+    (task(0.125), 0.125, {"guarded": 0.875, "paper": 0.875, "learnability": 0.109375, "rarity": 0.0}),
+    (task(0.25, rarity=0.5), 0.25, {"guarded": 0.75, "paper": 0.75, "learnability": 0.1875, "rarity": 0.375}),
+    (
+        task(0.5, chance=0.25, rarity=1.0),
+        0.5,
+        {"guarded": 0.5, "paper": 0.5, "learnability": 0.25, "rarity": 0.5},
+    ),
+    (task(1.0, rarity=1.0), 1.0, {"guarded": 0.0, "paper": 0.0, "learnability": 0.0, "rarity": 0.0}),
 ]
+GUARDED = [pay for pay in PAY if pay != "paper"]
+
+# What the printed formula knows, and all else for which the other pays refuse a proposal.
+PRINTED = {
+    *("format", "syntax", "no_function", "arguments", "error", "timeout", "memory", "bad_output"),
+    *("nondeterministic", "policy", "tampered"),
+}
+OURS = {
+    *("oversized", "duplicate", "held_out", "duplicate_inputs", "constant_output", "leaked_program"),
+    *("control_token", "too_long", "copied"),
+}
 
 
 class TestProposals:
@@ -50,9 +66,9 @@ class TestProposals:
     def test_every_pay_stands_in_the_table(self):
         assert all(rewards.keys() == PAY.keys() for _, _, rewards in SOLVED)
 
-    @pytest.mark.parametrize("pay", PAY)
+    @pytest.mark.parametrize("pay", GUARDED)
     @pytest.mark.parametrize("record", UNSOLVED)
-    def test_what_is_met_by_guessing_counts_as_unsolved_under_every_pay(self, record, pay):
+    def test_what_is_met_by_guessing_counts_as_unsolved_under_every_pay_but_the_printed_one(self, record, pay):
         assert not record.solved
         assert price_proposals(pay, unsolved=-0.25)(record) == -0.25
         assert student_share(record) == 0.5
@@ -69,6 +85,20 @@ class TestProposals:
         rewards = [price(task(n / 8, rarity=r)) for n in range(9) for r in (0, 0.9)]
         assert min(rewards) == 0.0
         assert max(rewards) <= 1.0
+
+    @pytest.mark.parametrize("chance", [0.0, 0.25, 0.5])
+    @pytest.mark.parametrize("solved", range(9))
+    def test_the_printed_formula_asks_for_the_solve_rate_alone(self, solved, chance):
+        rho = solved / 8
+        assert price_proposals("paper")(task(rho, chance=chance, rarity=0.3)) == (0.0 if rho == 0 else 1.0 - rho)
+
+    @pytest.mark.parametrize("reason", [*Reject])
+    def test_the_printed_formula_punishes_what_does_not_parse_run_or_is_not_deterministic(self, reason):
+        """What is refused for another reason parses and runs; no attempt at it can be right."""
+        refused = Outcome("code_o", False, reason.value)
+        assert reason.value in PRINTED | OURS
+        assert price_proposals("paper")(refused) == (-1.0 if reason.value in PRINTED else 0.0)
+        assert {price_proposals(pay)(refused) for pay in GUARDED} == {-1.0}
 
     @pytest.mark.parametrize("solve_rate", [-0.5, 1.5, NAN])
     def test_a_valid_proposal_needs_a_solve_rate(self, solve_rate):
@@ -90,8 +120,9 @@ def test_settings_replace_the_defaults():
     assert list(map(price, answers)) == [2.0, 0.0, -0.5]
 
 
-def test_the_papers_rules_are_the_default():
-    assert [Rules().teacher_reward(record) for record, _, _ in SOLVED] == [r["paper"] for _, _, r in SOLVED]
+def test_the_papers_rule_with_guards_is_the_default():
+    records = [INVALID, *UNSOLVED, *(record for record, _, _ in SOLVED)]
+    assert [*map(Rules().teacher_reward, records)] == [*map(price_proposals("guarded"), records)]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +158,7 @@ class TestOwn:
         ("name", "error"),
         [
             ("nowhere_at_all:pay", "Unknown `teacher_reward` 'nowhere_at_all:pay'.*PYTHONPATH"),
-            ("tests.test_rules:nothing", "Unknown `teacher_reward` 'tests.test_rules:nothing'.*one of paper, "),
+            ("tests.test_rules:nothing", "Unknown `teacher_reward` 'tests.test_rules:nothing'.*one of guarded, "),
             ("tests.test_rules:NAN", "`teacher_reward=tests.test_rules:NAN` is no function but nan"),
         ],
     )

@@ -11,7 +11,8 @@ In the order of reading:
 3. `StepSize`: how many rows a step has, and whether groups, processes and micro-batches divide them.
 4. `MemberConfig`: what a command line says about base and adapters.
 
-"paper" is PopuLoRA (arXiv 2605.16727), "AZR" is Absolute Zero Reasoner (arXiv 2505.03335).
+Where a default comes from: "paper" is PopuLoRA itself (arXiv 2605.16727), "second hand" what digests say of it, "AZR"
+Absolute Zero Reasoner (arXiv 2505.03335). `docs/paper.md` has all of it, statement by statement.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from trl_populora.options import OneOrMore, check_bounds, check_choices, check_n
 from trl_populora.population.evolution import Breeding, find_learning_roles
 from trl_populora.population.members import ROLES
 from trl_populora.population.pooling import POOLS, find_pooled_roles
-from trl_populora.population.ratings import STRATEGIES
+from trl_populora.population.ratings import RATINGS, STRATEGIES
 from trl_populora.sandbox.pool import SandboxSettings
 from trl_populora.step.advantages import BASELINES, COUPLE_MEMBERS, LOSS_NORMALISERS, Scoring
 from trl_populora.step.pay import PAY, STUDENT_PAY, check_choice
@@ -171,16 +172,20 @@ class PopuLoRAConfig(GRPOConfig):
 
         matchmaking: `"pfsp"` prefers pairs whose TrueSkill win probability p is near one half. `"uniform"` pairs at
             random. Or a function of your own, `"module:function"`, from a student and a teacher to the pair's weight.
-        pfsp_kappa: Exponent of the weight (p(1-p))^kappa (paper, second hand: 1; 2 by `benchmarks/ratings.py`).
+        pfsp_kappa: Exponent of the weight (p(1-p))^kappa (second hand: 1; ours: 2, by `benchmarks/ratings.py`).
+        ratings: What ratings follow: the `"scores"` of matches (ours, by `benchmarks/ratings.py`); or who won them, by
+            TrueSkill's own update, `"trueskill"` (paper; what counts as a win is ours: more than half of the shares).
 
-        teacher_reward: Pay for a solved task (`docs/guides/reward.md`): `"paper"` (1 - solve rate), `"learnability"`,
-            `"rarity"`, or a function of your own, `"module:function"`.
+        teacher_reward: Pay for a solved task (`docs/guides/reward.md`): `"guarded"` (the paper's 1 - solve rate, with
+            guards of ours), `"paper"` (the printed formula without them), `"learnability"`, `"rarity"`, or a function
+            of your own, `"module:function"`.
         teacher_reward_invalid: Pay for a proposal that is no task (paper).
-        teacher_reward_unsolved: Pay for a task that attempts never solve (paper), or no more often than by guessing.
+        teacher_reward_unsolved: Pay for a task that attempts never solve (paper), or, except with `"paper"`, no more
+            often than by guessing.
         student_reward: Pay for attempts: `"azr"`, or a function of your own, `"module:function"`.
-        student_reward_correct: Pay for a right answer (AZR; paper, second hand).
-        student_reward_wrong: Pay for a well-formed wrong answer (AZR).
-        student_reward_malformed: Pay for an answer that cannot be read (AZR).
+        student_reward_correct: Pay for a right answer (AZR; second hand).
+        student_reward_wrong: Pay for a well-formed wrong answer (AZR; second hand).
+        student_reward_malformed: Pay for an answer that cannot be read (AZR; second hand).
         teacher_baseline: What a proposal's reward is compared with. `"member"`: the mean of the teacher's proposals of
             the same kind (AZR's task-relative REINFORCE++). `"group"`: the mean of the match's proposals. Or a
             function of your own, `"module:function"`. It gets the rewards, members, kinds and groups of all teachers'
@@ -203,15 +208,14 @@ class PopuLoRAConfig(GRPOConfig):
             value.
 
         evolve_every: Optimizer steps between two evolution events. `0` switches evolution off. When `None`, 10 in the
-            game (paper, second hand), and 0 in a dataset run and where pooling leaves nobody to evolve.
+            game (second hand), and 0 in a dataset run and where pooling leaves nobody to evolve.
         evolve_burn_in: Matches that a member must have played before it may be replaced.
         cull_fraction: Share of each role that an event may replace, but at least one member; `0` replaces nobody
-            (paper, second hand).
-        crossover_rate: Probability that a child has two parents, if its role has several survivors (paper, second
-            hand).
+            (second hand).
+        crossover_rate: Probability that a child has two parents, if its role has several survivors (second hand).
         tournament_size: Survivors drawn for each parent; the one with the highest mu becomes the parent.
         mutations, crossovers: Weights of the operators by name; name your own as `"module:function"`. When `None`, the
-            paper's four of each sort with equal weights.
+            four of each sort that digests list (second hand), with equal weights.
         mutation_strength: Factor on the strength of every mutation operator: 1 as published; with 0.5 children are
             nearer to the parent.
         hyperparameter_noise: In a dataset run a child's learning rate is its parent's times exp(s * z), where s is
@@ -256,8 +260,8 @@ class PopuLoRAConfig(GRPOConfig):
     # TRL's default.
     max_steps: int = _option(
         None,
-        "Optimizer steps. When None, 200 in the game, where `num_iterations` of them are a population step (paper: "
-        "200); in a dataset run `num_train_epochs` counts.",
+        "Optimizer steps. When None, 200 in the game, where `num_iterations` of them are a population step (second "
+        "hand: 200); in a dataset run `num_train_epochs` counts.",
     )
     learning_rate: float = field(
         default=None,  # type: ignore[assignment]
@@ -308,9 +312,10 @@ class PopuLoRAConfig(GRPOConfig):
     # Matchmaking
     matchmaking: str = "pfsp"
     pfsp_kappa: float = 2.0
+    ratings: str = "scores"
 
     # Rewards and baselines
-    teacher_reward: str = "paper"
+    teacher_reward: str = KindSettings.teacher_reward
     teacher_reward_invalid: float = -1.0
     teacher_reward_unsolved: float = 0.0
     student_reward: str = "azr"
@@ -771,6 +776,7 @@ class PopuLoRAConfig(GRPOConfig):
             "loss_type": LOSS_NORMALISERS,
             "scale_rewards": scales,
             "member_prompts": MEMBER_PROMPTS,
+            "ratings": RATINGS,
         }
         check_choices(self, choices)
         check_names(self.task_kinds)

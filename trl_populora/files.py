@@ -11,6 +11,9 @@ from typing import Any
 
 
 FORMAT = 1  # version of the JSON files that this package writes and reads again
+# Version of what the settings in `population.json` mean. In version 1, which was not written, the pay "guarded" was
+# called "paper".
+SETTINGS_VERSION = 2
 
 # Fits names that end in one of these words. Names are compared in lower case, without `_` and `-`.
 _SECRET = re.compile(

@@ -377,7 +377,8 @@ def make_default_lora() -> LoraConfig:
     """
     Makes the adapter config of the members, for a run whose user gives none.
 
-    Rank r = 32 is the paper's. Alpha = 2r and all linear layers are what PEFT and TRL advise for LoRA with RL.
+    Rank r = 32 is the paper's at second hand. Alpha = 2r and all linear layers are what PEFT and TRL advise for LoRA
+    with RL.
     """
     return LoraConfig(r=32, lora_alpha=64, target_modules="all-linear")
 
@@ -891,7 +892,8 @@ def make_referee(
     shots = choose_shots(args.shots, args.prompt_style, base)
     forbidden = find_control_texts(tokenizer)
     pool = sandbox or make_sandbox(args)
-    return Referee(kinds, pool, args.prompt_style, forbidden, held_out or (), shots=shots)
+    guarded = args.teacher_reward != "paper"
+    return Referee(kinds, pool, args.prompt_style, forbidden, held_out or (), shots=shots, guarded=guarded)
 
 
 def make_game(
@@ -905,7 +907,7 @@ def make_game(
     """Puts together what the steps of a run are played with."""
     return Game(
         population=population,
-        matchmaker=Matchmaker(args.matchmaking, args.pfsp_kappa, args.seed),
+        matchmaker=Matchmaker(args.matchmaking, args.pfsp_kappa, args.seed, args.ratings),
         archive=archive,
         referee=referee,
         player=player,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from pathlib import Path
 from statistics import fmean
@@ -59,7 +60,7 @@ def test_every_variant_is_a_recipe_with_the_papers_pay(variant, tmp_path):
     assert float(arms_race.RATE) == float(recipe["learning_rate"])
     options = arms_race.options_of(variant, 75)
     _, args, _ = tiny_headroom.parse(tmp_path / "run", 0, options, arms_race.CONFIG)
-    assert (args.max_steps, args.teacher_reward, args.replay) == (75, "paper", 0)
+    assert (args.max_steps, args.teacher_reward, args.replay) == (75, "guarded", 0)
     pairs = 1 if args.single_agent else max(args.teachers, args.students)
     rows = pairs * args.proposals_per_teacher * (1 + args.attempts_per_task)
     assert args.rows_per_step == (rows if args.teachers else 4 * 9 * args.attempts_per_task)
@@ -176,6 +177,19 @@ def test_the_page_says_what_the_published_figures_say(tables_of):
         assert "**" not in row(paired, f"gain over the base, {student}")[1], "the page says neither better nor worse"
 
 
+def test_the_figures_beside_the_papers_statements_are_those_of_the_claims():
+    race = runs.load(PUBLISHED / runs.RESULTS)
+    rows = pages.claims_table({name: race[name] for name in ("single_agent", "4t4s")})
+    found = (arms_race.CONFIG.parents[2] / "docs" / "paper.md").read_text().partition("## What it found")[2]
+    for number, row in re.findall(r"^\| (R\d) \| (.+)$", found, re.MULTILINE):
+        measured = {cells[3] for cells in rows if cells[0] in (number, "ours")}
+        assert set(re.findall(r"[-+]\d\.\d{3} \[[^]]+\]", row)) <= measured, number
+    ends = [round(run.fifths("solve rate of fresh tasks")[1], 3) for run in race["single_agent"].values()]
+    assert f"{fmean(ends):.2f}" == "0.65"
+    assert "it ends at .65" in found
+    assert sum(len(run.back) for run in race["4t4s"].values()) == 70
+
+
 @pytest.mark.slow
 def test_the_smallest_published_figure_comes_back(few_tasks, tmp_path, monkeypatch):
     options = f"--variants single_agent --seeds 0 --steps 1 --output {tmp_path} --eval_steps 1000"
@@ -232,10 +246,41 @@ def test_an_interval_is_students_over_the_seeds():
 
 
 def test_a_claim_is_told_by_five_seeds_and_an_interval_without_zero():
-    assert pages.verdict([0.1, 0.2, 0.1, 0.1, 0.3]) == "reproduces"
-    assert pages.verdict([-0.1, -0.2, -0.1, -0.1, -0.3]) == "does not: the opposite"
+    assert pages.verdict([0.1, 0.2, 0.1, 0.1, 0.3]) == pages.verdict([0.1, 0.2, 0.1, 0.1, 0.3], ours=True) == "agrees"
+    assert pages.verdict([-0.1, -0.2, -0.1, -0.1, -0.3]) == "disagrees"
+    assert pages.verdict([-0.1, -0.2, -0.1, -0.1, -0.3], ours=True) == "our threshold was not met"
     assert pages.verdict([-0.1, 0.1, 0.2, 0.1, -0.3]) == "cannot be told"
     assert pages.verdict([0.1, 0.2, 0.1, 0.1]) == "cannot be told: too few seeds"
     longer = {seed: runs.Run(steps=25, curves={"lines of code": [4, 4, 4, 4, 5 + seed]}) for seed in range(5)}
-    (row,) = [row for row in pages.claims_table({"4t4s": longer}) if row[0].endswith("programs get longer")]
-    assert row[2:] == ["5", "reproduces"]
+    measures = {name: [0.5, 0.4, 0.6, 0.5, 0.5] for name in ("valid proposals", "solve rate of fresh tasks")}
+    measures["new structures per valid proposal"] = [0.5] * 5
+    for run in longer.values():
+        run.curves |= measures
+        run.rows = 288
+    table = pages.claims_table({"4t4s": longer})
+    (row,) = [row for row in table if row[1] == "its lines rise"]
+    assert (row[0], *row[4:]) == ("R2", "5", "agrees")
+    assert {row[-1] for row in table[1:]} <= {
+        *("agrees", "disagrees", "cannot be told", "our threshold was not met", "cannot be told: too few seeds")
+    }
+
+
+def test_coverage_is_counted_in_all_and_by_the_step():
+    """A population writes four times the proposals of a single agent."""
+    race = runs.load(PUBLISHED / runs.RESULTS)
+    counted = {
+        name: [round(runs.BLOCK * sum(race[name][seed].new_shapes())) for seed in range(5)]
+        for name in ("4t4s", "single_agent")
+    }
+    assert counted == {"4t4s": [1994, 1848, 1282, 1302, 1833], "single_agent": [643, 568, 637, 652, 631]}
+
+
+def test_a_rise_and_fall_does_not_swing_and_a_wave_does():
+    def swing(rates):
+        curves = {"solve rate of fresh tasks": rates, "valid proposals": [1.0] * 30}
+        return runs.Run(steps=150, rows=288, curves=curves).swing()
+
+    sampling = 0.5 / math.sqrt(5 * 32)
+    for hill in (lambda x: 0.3 + 0.01 * x, lambda x: 0.4 + 0.03 * x - 0.001 * x * x):
+        assert swing([hill(place) for place in range(30)]) == pytest.approx(-sampling)
+    assert swing([0.5 + 0.2 * math.sin(place) for place in range(30)]) == pytest.approx(0.14 - sampling, abs=0.01)

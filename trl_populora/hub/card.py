@@ -87,15 +87,21 @@ vllm serve {base_shell} --enable-lora --max-loras {members} --max-lora-rank {vll
 
 ## Citation
 
-```bibtex
-@misc{{populora,
-    title        = {{PopuLoRA}},
-    eprint       = {{2605.16727}},
-    archivePrefix = {{arXiv}},
-    year         = {{2026}}
-}}
-```
+{citation}
 """
+
+# The paper, as CITATION.cff has it.
+CITATION = """\
+```bibtex
+@misc{populora,
+    title         = {{PopuLoRA: Co-Evolving LLM Populations for Reasoning Self-Play}},
+    author        = {Creus Castanyer, Roger and Bradway, Geoffrey and Wolf, Lorenz and Lin, Maxwill and
+                     Mavor-Parker, Augustine N. and Sargent, Matthew James},
+    eprint        = {2605.16727},
+    archivePrefix = {arXiv},
+    year          = {2026}
+}
+```"""
 
 # What differs between the two sorts of run.
 GAME = {
@@ -215,6 +221,7 @@ def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, d
         modules=" ".join(f"{member['name']}=population/{member['adapter']}" for member in members),
         lineage=f"## Lineage\n\n{_write_lineage(lineage)}\n\n" if plays or lineage else "",
         settings=json.dumps(population.get("settings", {}), indent=2),
+        citation=CITATION,
     )
     with write_whole(root / "README.md") as unfinished:
         unfinished.write_text(text)
@@ -346,6 +353,10 @@ They seed another run: `PopuLoRATrainer(..., train_dataset=tasks)`, or `seed_tas
 | `solve_rate` | share of attempts that solved it; empty if nobody has tried |
 | {complexity} | complexity of the program |{measures}
 | `key` | hash by which duplicates are recognised |
+
+## Citation
+
+{citation}
 """
 
 
@@ -390,6 +401,7 @@ def format_archive_card(path: Path, population: Mapping[str, Any], repo: str) ->
         complexity=", ".join(f"`{name}`" for name in PROGRAM_MEASURES),
         measures=f"\n| {', '.join(f'`{name}`' for name in own)} | what tasks of other kinds measure |" if own else "",
         kinds="\n".join(f"| {kind} | {count:,} |" for kind, count in sorted(kinds.items())),
+        citation=CITATION,
     )
 
 

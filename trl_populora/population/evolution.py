@@ -28,7 +28,9 @@ from trl_populora.population.members import PRIOR_SIGMA, ROLES, Member, Populati
 from trl_populora.population.operators import find_operator
 
 
-# The paper's eight operators, with equal weights. Other crossovers of `CROSSOVERS` are used only if a run names them.
+# The eight operators that digests of the paper list, with equal weights. The paper's own text, as far as we could read
+# it, has three: singular values perturbed, subspaces rotated (both in `svd_perturb`), and modules swapped. Other
+# crossovers of `CROSSOVERS` are used only if a run names them.
 DEFAULT_MUTATIONS = ("svd_perturb", "layer_gaussian", "component_mask", "full_gaussian")
 DEFAULT_CROSSOVERS = ("dare", "module_swap", "svd_subspace", "extrapolate")
 
@@ -236,7 +238,7 @@ def rate_newborn(parents: Sequence[Member]) -> tuple[float, float]:
     Mu is the mean of the parents. Sigma^2 is the mean of the parents' sigma^2 plus (prior sigma / 2)^2, but not more
     than the prior's: the child is about as good as its parents, and nobody has seen it play.
     """
-    # The paper (as others cite it) starts newborns at the prior. In a long run that is far from the ratings of the
+    # The paper, at second hand, starts newborns at the prior. In a long run that is far from the ratings of the
     # other members, which drift away from it (`benchmarks/ratings.py`).
     variance = fmean(parent.sigma**2 for parent in parents) + (PRIOR_SIGMA / 2) ** 2
     return fmean(parent.mu for parent in parents), min(math.sqrt(variance), PRIOR_SIGMA)

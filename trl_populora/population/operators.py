@@ -161,7 +161,7 @@ def layer_gaussian(
 
     Args:
         scale, keep_norm: As for [`full_gaussian`].
-        fraction: Fraction of the modules that are changed, chosen at random, at least one. A third in the paper.
+        fraction: Fraction of the modules that are changed, chosen at random, at least one. A third, second hand.
     """
     pairs = pair_factors(factors)
     order = torch.randperm(len(pairs), generator=generator, device=generator.device).tolist()
@@ -202,7 +202,7 @@ def component_mask(factors: Factors, generator: Generator, strength: float, *, f
     like a fresh LoRA: A still reads it, and B gives nothing for it.
 
     Args:
-        fraction: Fraction of the components that are dropped, chosen at random. About 30 % in the paper.
+        fraction: Fraction of the components that are dropped, chosen at random. About 30 %, second hand.
     """
 
     def mask(cores: list[Tensor]) -> Tensor:
@@ -261,7 +261,7 @@ def extrapolate(
     Goes from the worse parent through the better one and beyond: worse + factor * (better - worse).
 
     Args:
-        reach: At strength 1 the factor is drawn once per child, uniformly from [1, 1 + reach]. The paper has [1, 1.5].
+        reach: At strength 1 the factor is drawn once per child, uniformly from [1, 1 + reach]. Second hand: [1, 1.5].
         keep_norm: Whether each module is rescaled to the weighted mean of the parents' norms, see [`_weigh_norms`].
     """
     factor = 1 + strength * reach * float(torch.rand((), generator=generator, device=generator.device))

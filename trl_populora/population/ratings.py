@@ -4,7 +4,8 @@
 
 By default pairs are drawn by prioritised fictitious self-play (PFSP, Vinyals et al., 2019): the weight of a pair
 depends on the TrueSkill win probability (Herbrich et al., 2006), as in PopuLoRA (arXiv 2605.16727). Ratings then
-follow the scores of the matches. `benchmarks/ratings.py` compares this with ratings that follow wins and losses.
+follow the scores of the matches, or with `ratings: trueskill` wins and losses, by TrueSkill's own update.
+`benchmarks/ratings.py` compares scores with a mixture of a win and a loss.
 In a dataset run nobody meets: members are ranked by their rewards on the same prompts ([`rate_by_rewards`]). Nothing
 here needs torch.
 """
@@ -19,11 +20,11 @@ from typing import Any
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
-from trueskill import Rating, TrueSkill
+from trueskill import Rating, TrueSkill, calc_draw_margin, rate_1vs1
 from trueskill.mathematics import Gaussian
 
 from trl_populora.options import find_function
-from trl_populora.population.members import PRIOR_SIGMA, Member, Population
+from trl_populora.population.members import PRIOR_MU, PRIOR_SIGMA, Member, Population
 
 
 # BETA is TrueSkill's default for this prior: the standard deviation of a member's performance in a match around its
@@ -36,8 +37,13 @@ TAU = PRIOR_SIGMA / 20
 # stays the same: mu is the prior's, sigma is 0. `Matchmaker.update` takes TAU for this sigma, and does not store it.
 GIVEN_TASKS = Member("", "teacher", -1, sigma=0.0)
 
-# How often members of one skill have equal mean rewards: TrueSkill's default.
+# How often members of one skill have equal mean rewards, or draw a match: TrueSkill's default.
 DRAW_PROBABILITY = 0.1
+
+# By what ratings follow a match: its score, or who won it.
+RATINGS = ("scores", "trueskill")
+# `ratings: trueskill` has the library's own numbers. Its tau widens the sigma at each match, ours once in a step.
+WINS = TrueSkill(PRIOR_MU, PRIOR_SIGMA, BETA, PRIOR_SIGMA / 100, DRAW_PROBABILITY)
 
 # Standard deviation of the student's share of one proposal, if both skills are known.
 SHARE_SD = 0.25
@@ -139,17 +145,21 @@ class Matchmaker:
             pair 10 points apart has .48 of a balanced pair's weight at sigma 8.33 (the beginning of a run), and .04 at
             sigma 1.57 (members known for long).
         seed: Seed of the matchmaker's generator. The same seed and ratings give the same matches on every rank.
+        ratings: `"scores"`, or `"trueskill"` for the update by wins and losses.
 
     Attributes:
         weight: Takes a student and a teacher, returns the weight of the pair. Only ratios of weights matter.
 
     Raises:
-        `ValueError`: If `strategy` names nothing, or if `kappa` is negative.
+        `ValueError`: If `strategy` or `ratings` names nothing, or if `kappa` is negative.
     """
 
-    def __init__(self, strategy: str = "pfsp", kappa: float = 2.0, seed: int = 0):
+    def __init__(self, strategy: str = "pfsp", kappa: float = 2.0, seed: int = 0, ratings: str = "scores"):
         if not kappa >= 0:
             raise ValueError(f"`kappa` must be non-negative, got {kappa}.")
+        if ratings not in RATINGS:
+            raise ValueError(f"`ratings` must be one of {', '.join(RATINGS)}, got {ratings!r}.")
+        self.ratings = ratings
         self.weight = choose_weight(strategy, kappa)
         self._rng = np.random.default_rng(seed)
         self._loads: dict[str, int] = {}
@@ -214,6 +224,10 @@ class Matchmaker:
         A match tells by how many points the student led: (mean share - 1/2) times [`points_per_share`], with the noise
         of two performances. The model is from Guo et al. (2012), "Score-Based Bayesian Skill Learning".
 
+        With `ratings="trueskill"` a match is one game of TrueSkill's, and the games of a step follow each other. The
+        student wins it with more than half of the shares. It is drawn if the lead is within TrueSkill's draw margin,
+        .74 points at [`DRAW_PROBABILITY`]: in a match of 12 proposals, a mean share from .491 to .509.
+
         Args:
             population: The members. Their ratings and ages are changed in place.
             outcomes: For each match, the student's share of each proposal, in [0, 1] (`student_share` in
@@ -233,18 +247,20 @@ class Matchmaker:
         players = [population[name] for match in matches for name in (match.student, match.teacher) if name]
         prior = {player.name: Gaussian(player.mu, math.hypot(player.sigma, TAU)) for player in players}
         prior[""] = Gaussian(GIVEN_TASKS.mu, TAU)
-        posterior, means, surprises = dict(prior), [], []
+        posterior, means, surprises, leads = dict(prior), [], [], []
         for match in matches:
             share, proposals = fmean(outcomes[match]), len(outcomes[match])
             teacher = population[match.teacher] if match.teacher else GIVEN_TASKS
             foreseen = expected_share(population[match.student], teacher, proposals)
             means.append(share)
             surprises.append(abs(share - foreseen))
-            lead = points_per_share(proposals) * (share - 0.5)
+            leads.append(lead := points_per_share(proposals) * (share - 0.5))
             # `prior` is from before the step, so the order of the matches and the number of ranks make no difference.
             for me, other, gap in ((match.student, match.teacher, lead), (match.teacher, match.student, -lead)):
                 noise = math.sqrt(prior[other].sigma ** 2 + 2 * BETA**2)
                 posterior[me] *= Gaussian(prior[other].mu + gap, noise)
+        if self.ratings == "trueskill":
+            posterior = _rate_games({player.name: player for player in players}, matches, leads)
         for player in players:
             player.mu, player.sigma = posterior[player.name].mu, posterior[player.name].sigma
             player.age += 1
@@ -267,6 +283,19 @@ class Matchmaker:
         last it returns the students' mean share, and `rating_error`: the mean distance between share and prediction.
         """
         return dict(self._metrics)
+
+
+def _rate_games(
+    players: Mapping[str, Member], matches: Sequence[Match], leads: Sequence[float]
+) -> dict[str, Gaussian]:
+    """Rates each match as one game of TrueSkill's, in their order. A lead counts the student's points."""
+    rated = {name: Rating(player.mu, player.sigma) for name, player in players.items()}
+    margin = calc_draw_margin(WINS.draw_probability, 2, WINS)
+    for match, lead in zip(matches, leads, strict=True):
+        rated[""] = Rating(GIVEN_TASKS.mu, WINS.tau)  # given tasks stay as they are
+        first, second = (match.student, match.teacher) if lead > 0 else (match.teacher, match.student)
+        rated[first], rated[second] = rate_1vs1(rated[first], rated[second], abs(lead) <= margin, env=WINS)
+    return rated
 
 
 def rate_by_rewards(population: Population, means: Mapping[str, float]) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trl_populora.files import drop_secrets, is_file_name, read_json
+from trl_populora.files import SETTINGS_VERSION, drop_secrets, is_file_name, read_json
 
+
+logger = logging.getLogger(__name__)
 
 # The log of a step has this key only if the step played a game. With `num_iterations` above 1, other steps train again
 # on rows of the last game.
@@ -79,6 +82,7 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
 
 
 POPULATION_FILE = "population.json"
+_RENAMED: set[Path] = set()  # files of which it was said that a setting has another name
 CHAT_TEMPLATE = "chat_template.jinja"
 
 
@@ -88,7 +92,7 @@ def read_population(directory: str | Path) -> dict[str, Any]:
 
     The file may come from a stranger on the Hub. Callers may join a member's name and adapter to a directory:
     names are no paths, and adapters lie inside `members/`. Secrets are left out, because early versions saved them
-    among the settings.
+    among the settings. A setting that has another name now is read under this name, which is logged once.
 
     Raises:
         `ValueError`: If the file is missing, broken or of another format, if a member's name or adapter is not of the
@@ -101,6 +105,17 @@ def read_population(directory: str | Path) -> dict[str, Any]:
         raise ValueError(
             f"{path}: field `best_student` is {saved['best_student']!r}, and `members` lists {', '.join(names)}."
         )
+    settings = saved.get("settings")
+    if "settings_version" not in saved and isinstance(settings, dict) and settings.get("teacher_reward") == "paper":
+        settings["teacher_reward"] = "guarded"
+        if path not in _RENAMED:
+            _RENAMED.add(path)
+            logger.warning(
+                "%s was saved before `teacher_reward: paper` became the printed formula: it is read as `guarded`, "
+                "which means what `paper` meant then.",
+                path,
+            )
+    saved.setdefault("settings_version", SETTINGS_VERSION)  # `push` writes the file again
     return drop_secrets(saved)
 
 

@@ -25,7 +25,7 @@ from trl import GRPOConfig
 
 from trl_populora import __version__
 from trl_populora.evaluate.held_out import HeldOut
-from trl_populora.files import FORMAT, drop_secrets
+from trl_populora.files import FORMAT, SETTINGS_VERSION, drop_secrets
 from trl_populora.lora.convert import find_widest
 from trl_populora.lora.members import read_saved_step
 from trl_populora.population.members import Population
@@ -207,6 +207,7 @@ def describe(
         "members": members,
         "left": population.left,
         "settings": _collect_settings(args),
+        "settings_version": SETTINGS_VERSION,
         "versions": collect_versions(),
     }
 

@@ -8,8 +8,8 @@
 each of them once per outcome or answer, after grading, and writes what they return into the slot. Rewards, ratings,
 metrics and files take it from there.
 
-A task that students solve no more often than by guessing counts as unsolved ([`Outcome.solved`]). Three estimates say
-what guessing gives, and the highest of them is the outcome's `chance`:
+A task that students solve no more often than by guessing counts as unsolved ([`Outcome.solved`]), except in the pay
+`"paper"`. Three estimates say what guessing gives, and the highest of them is the outcome's `chance`:
 
 * The form of the answer, by `TaskKind.chance`: 1/2 for a code_o or code_i task with the output `True` or `False`, and
   1/2 to the power of n for a list or tuple of n truth values.
@@ -30,6 +30,7 @@ from numbers import Real
 from typing import Any
 
 from trl_populora.options import find_function, is_own, list_choices
+from trl_populora.tasks.kind import GUARDS
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ StudentReward = Callable[[Answer], float]
 
 
 def pay_failures(task: Outcome) -> float:
-    """The paper's (arXiv 2605.16727): the share of the attempts that fail."""
+    """The share of the attempts that fail (PopuLoRA, arXiv 2605.16727)."""
     return 1.0 - task.solve_rate
 
 
@@ -107,7 +108,8 @@ def pay_rare(task: Outcome) -> float:
 
 # What a solved task may earn its teacher, by the name in `teacher_reward`.
 PAY: Mapping[str, TeacherReward] = {
-    "paper": pay_failures,
+    "guarded": pay_failures,
+    "paper": pay_failures,  # and none of our guards, see `price_proposals`
     "learnability": pay_spread,
     "rarity": pay_rare,
 }
@@ -115,21 +117,26 @@ STUDENT_PAY = ("azr",)  # what `student_reward` may name, beside a user's own fu
 NEED_FEATURES = ("rarity",)  # pays that need `TaskKind.features`
 
 
-def price_proposals(pay: str = "paper", invalid: float = -1.0, unsolved: float = 0.0) -> TeacherReward:
+def price_proposals(pay: str = "guarded", invalid: float = -1.0, unsolved: float = 0.0) -> TeacherReward:
     """
     Makes the rule that pays teachers, from one of `PAY`.
+
+    `"paper"` is the printed formula and nothing else. There `invalid` is paid only for what does not parse, run or is
+    not deterministic, and `unsolved` only where no attempt is right, guessed or not. A task that is verified and can
+    be put to nobody, such as a held-out one, is solved by no attempt.
 
     Args:
         pay: A name in `PAY`, the rule for solved tasks.
         invalid: What a rejected proposal earns.
         unsolved: What a task earns that students solve no more often than by guessing.
     """
-    of_solved = PAY[pay]
+    of_solved, printed = PAY[pay], pay == "paper"
 
     def price(outcome: Outcome) -> float:
         if not outcome.valid:
-            return invalid
-        return of_solved(outcome) if outcome.solved else unsolved
+            return unsolved if printed and outcome.reason in GUARDS else invalid
+        solved = outcome.solve_rate > 0 if printed else outcome.solved
+        return of_solved(outcome) if solved else unsolved
 
     return price
 
@@ -176,7 +183,7 @@ class Rules:
     What a proposal and an attempt are worth. `play.py` calls each rule once per outcome or answer.
 
     Args:
-        teacher_reward: Takes an [`Outcome`], returns what its teacher is paid; the paper's rule by default.
+        teacher_reward: Takes an [`Outcome`], returns what its teacher is paid; by default `"guarded"`.
         student_reward: Takes an [`Answer`], returns what its student is paid; Absolute Zero's rule by default.
         student_share: Takes an [`Outcome`], returns the student's part of this proposal, in [0, 1]. The student's part
             of a match's score is the mean over the match's proposals.

@@ -95,6 +95,7 @@ class Referee:
         free_tokens: Takes a prompt, and gives the tokens of the context that it leaves free beside the longest
             completion. Below 0 the prompt does not fit.
         shots: Most solved tasks that students are shown before the task to solve.
+        guarded: Whether copies are refused, and duplicates, which `play.py` finds; not with `teacher_reward: paper`.
     """
 
     kinds: Mapping[str, TaskKind]
@@ -104,6 +105,7 @@ class Referee:
     held_out: Container[Task] = ()
     free_tokens: Callable[[Messages], int] = lambda prompt: 0
     shots: int = 0
+    guarded: bool = True
 
     def draw_references(self, kind: TaskKind, archive: TaskArchive, k: int, rng: random.Random) -> list[Task]:
         """Draws archived tasks to show to a teacher. If `kind` writes no program, a proposal is about the first."""
@@ -213,9 +215,9 @@ class Referee:
     def judge(self, proposals: Sequence[Written], rng: random.Random) -> list[Task | Refusal]:
         """
         Decides what each proposal is: a task, or the first reason why not. The checks in order: its kind can read it;
-        it holds no control text; its kind accepts it, given what the sandbox found; its outputs hold no control text;
-        it is not held out; it fits into the context; copying what is shown does not solve it. `play.py` finds
-        duplicates later, where ranks meet.
+        it holds no control text (without guards this comes after the run); its kind accepts it, given what the sandbox
+        found; its outputs hold no control text; it is not held out; it fits into the context; and, with guards,
+        copying what is shown does not solve it. `play.py` finds duplicates later, where ranks meet.
         """
         return self.verify([(each.kind, self._parse(each)) for each in proposals], rng)
 
@@ -231,7 +233,7 @@ class Referee:
         found = [
             self._accept(kind, read, verdict, rng) for (kind, read), verdict in zip(proposals, verdicts, strict=True)
         ]
-        tasks = [each for each in found if isinstance(each, Task)]
+        tasks = [each for each in found if isinstance(each, Task)] if self.guarded else []
         copied = {task for task, right in zip(tasks, self.try_answers("copies", tasks), strict=True) if any(right)}
         refusal = Refusal(Reject.COPIED, "what the student is shown is a right answer")
         return [refusal if each in copied else each for each in found]
@@ -239,7 +241,9 @@ class Referee:
     def _parse(self, written: Written) -> Proposal | Refusal:
         found = self.kinds[written.kind].parse_proposal(written.text, written.references)
         parsed = check_type(written.kind, "parse_proposal", found, (Proposal, *_REFUSED))
-        return screen(parsed if isinstance(parsed, Proposal) else Refusal.of(parsed), self.forbidden)
+        read = parsed if isinstance(parsed, Proposal) else Refusal.of(parsed)
+        # Without guards it runs first: a control text must not hide that a program fails, which has another price.
+        return screen(read, self.forbidden) if self.guarded else read
 
     def _accept(
         self, kind: str, proposal: Proposal | Refusal, verdict: Verdict | None, rng: random.Random

@@ -122,7 +122,8 @@ class TaskArchive:
         """Notes `facts` (see `NOTED`) about a task, in place of earlier ones. Ignores a task that is not here."""
         key = hash_task(task)
         if key in self._keys:
-            self._rings[task.kind].entries[self._keys[key]] = (task, key, facts)
+            entries, place = self._rings[task.kind].entries, self._keys[key]
+            entries[place] = (entries[place][0], key, facts)  # of duplicates the first one stays
             self._measures.update(facts.keys() - set(NOTED))
 
     def entries(self) -> Iterator[Entry]:

@@ -73,6 +73,16 @@ class Reject(str, Enum):
         return self.value
 
 
+# The reasons that `teacher_reward: paper` does not know: there, what parses, runs and is deterministic is valid.
+GUARDS = frozenset(
+    reason.value
+    for reason in (
+        *(Reject.OVERSIZED, Reject.DUPLICATE, Reject.HELD_OUT, Reject.DUPLICATE_INPUTS, Reject.CONSTANT_OUTPUT),
+        *(Reject.LEAKED_PROGRAM, Reject.CONTROL_TOKEN, Reject.TOO_LONG, Reject.COPIED),
+    )
+)
+
+
 @dataclass(frozen=True)
 class Task:
     """
@@ -240,6 +250,7 @@ class KindSettings:
         prompt_style: One of `STYLES`. A run chooses it before it configures kinds; `check-kind` leaves it `None`.
         reading: One of `READINGS`. With `None` the style decides: strict for `"compact"`, tolerant for the others.
         prompt_texts: The user's own instructions. Keys are `"code_o/propose"` and so on.
+        teacher_reward: What teachers are paid. With `"paper"` the built-in kinds refuse nothing for [`GUARDS`].
 
     Raises:
         `ValueError`: If a value is out of range or names nothing known.
@@ -250,6 +261,7 @@ class KindSettings:
     prompt_style: str | None = None
     reading: str | None = None
     prompt_texts: Mapping[str, str] | None = None
+    teacher_reward: str = "guarded"
 
     def __post_init__(self):
         check_numbers(self)

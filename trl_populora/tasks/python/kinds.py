@@ -31,7 +31,8 @@ class CodeKind(TaskKind):
     """
     A kind whose tasks are programs with a top-level `f`.
 
-    The limits are class attributes, which a subclass may change. A text over a limit is never cut, but refused.
+    The limits are class attributes, which a subclass may change. A text over a limit is never cut, but refused. With
+    `teacher_reward: paper` nothing is refused for its length, and no task because of its values.
     Answers are compared by Python's `==`, as in Absolute Zero Reasoner (AZR), but nan equals nan.
     """
 
@@ -49,6 +50,7 @@ class CodeKind(TaskKind):
     cpu_headroom = 2.0
     reading = "strict"  # or "tolerant"
     refuses_copies = False
+    guarded = True  # whether proposals are refused for what `kind.GUARDS` lists
     instructions: Mapping[str, str] = prompts.TURNS
 
     def configure(self, settings: KindSettings) -> None:
@@ -58,7 +60,8 @@ class CodeKind(TaskKind):
         self.reading = settings.reading or ("strict" if settings.prompt_style == "compact" else "tolerant")
         # The style `compact` allows tasks whose answer is a copy of what is shown, because the published figures of
         # the embedded base were measured with them.
-        self.refuses_copies = settings.prompt_style not in (None, "compact")
+        self.guarded = settings.teacher_reward != "paper"
+        self.refuses_copies = self.guarded and settings.prompt_style not in (None, "compact")
         self.instructions = prompts.TURNS | dict(settings.prompt_texts or {})
 
     def read_blocks(self, text: str, names: Sequence[str]) -> list[str]:
@@ -91,7 +94,7 @@ class CodeKind(TaskKind):
             `ProgramError`: If it fails a check.
         """
         program = text.rstrip()
-        if len(program) > self.max_program_chars:
+        if self.guarded and len(program) > self.max_program_chars:
             raise ProgramError(
                 Reject.OVERSIZED, f"program of {len(program)} characters, at most {self.max_program_chars}"
             )
@@ -111,7 +114,7 @@ class CodeKind(TaskKind):
 
     def _read(self, reader: Callable[[str], Any], text: str, max_chars: int, ordered: bool = False) -> str:
         text = text.strip()
-        if len(text) > max_chars:
+        if self.guarded and len(text) > max_chars:
             raise ProgramError(Reject.OVERSIZED, f"value of {len(text)} characters, at most {max_chars}")
         try:
             return values.encode(reader(text), ordered=ordered)
@@ -128,7 +131,7 @@ class CodeKind(TaskKind):
         if verdict.status is not Status.OK:
             return Refusal(Reject(verdict.status.value), verdict.reason)
         longest = max(len(prompts.write_literal(output)) for output in verdict.outputs)
-        if longest > self.max_value_chars:
+        if self.guarded and longest > self.max_value_chars:
             return Refusal(Reject.OVERSIZED, f"output of {longest} characters, at most {self.max_value_chars}")
         return tuple(verdict.outputs)
 
@@ -373,11 +376,11 @@ class CodeF(CodeKind):
 
     def write_proposal(self, task: Task) -> str:
         """
-        Writes as many of the task's inputs as a proposal must give, and its message. Returns `""` if the task has
-        fewer inputs, or if these all give the same output. Such a proposal would be refused.
+        Writes as many of the task's inputs as a proposal must give, and its message. Returns `""` if such a proposal
+        would be refused: if the task has fewer inputs, or if these all give the same output.
         """
         count = self.inputs_per_task
-        if len(task.inputs) < count or _is_constant(task.outputs[:count]):
+        if len(task.inputs) < count or (self.guarded and _is_constant(task.outputs[:count])):
             return ""
         inputs = "\n".join(map(prompts.write_arguments, task.inputs[:count]))
         return prompts.fence(("inputs", inputs), ("message", task.message))
@@ -390,12 +393,12 @@ class CodeF(CodeKind):
             message = self._read_message(message)
         except (FormatError, ProgramError) as error:
             return refuse(error)
-        if contains_program(message, program):
+        if self.guarded and contains_program(message, program):
             return Refusal(Reject.LEAKED_PROGRAM, "the message holds a `def`, the program or its body")
         # Inputs count as equal if `==` finds them equal, as `1` and `True`: a program may not be able to tell them
         # apart.
         decoded = [values.decode(text) for text in inputs]
-        if any(values.equal(a, b) for i, a in enumerate(decoded) for b in decoded[:i]):
+        if self.guarded and any(values.equal(a, b) for i, a in enumerate(decoded) for b in decoded[:i]):
             return Refusal(Reject.DUPLICATE_INPUTS, "two of the inputs are equal")
         return Proposal(self.name, program, inputs, message)
 
@@ -419,7 +422,8 @@ class CodeF(CodeKind):
         message = message.strip()
         if not message:
             raise FormatError("the message is empty")
-        if message.count("\n") >= self.max_message_lines or len(message) > self.max_message_chars:
+        too_long = message.count("\n") >= self.max_message_lines or len(message) > self.max_message_chars
+        if self.guarded and too_long:
             raise ProgramError(
                 Reject.OVERSIZED,
                 f"message of {message.count(chr(10)) + 1} lines and {len(message)} characters, at most "
@@ -431,7 +435,7 @@ class CodeF(CodeKind):
         outputs = self.read_outputs(verdict)
         if isinstance(outputs, Refusal):
             return outputs
-        if _is_constant(outputs):
+        if self.guarded and _is_constant(outputs):
             return Refusal(Reject.CONSTANT_OUTPUT, "all inputs give the same output")
         pairs = list(zip(proposal.inputs, outputs, strict=True))
         rng.shuffle(pairs)

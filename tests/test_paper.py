@@ -1,0 +1,100 @@
+"""The page of the paper's statements: it has every one, and what it names is there."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+
+from trl_populora.config import MemberConfig, PopuLoRAConfig
+from trl_populora.population.operators import CROSSOVERS, MUTATIONS
+from trl_populora.step.pay import PAY
+
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "paper.md").read_text()
+OPTIONS = {each.name for config in (PopuLoRAConfig, MemberConfig) for each in fields(config)}
+ROWS = {
+    name: cells.split(" | ") for name, cells in re.findall(r"^\| ([MRQF]\d) \| (.+) \|$", PAGE, re.MULTILINE)
+}  # the paper, here, options and files
+
+# The statements, and the options that each must name.
+STATEMENTS = {
+    "M1": {"teachers", "students"},
+    "M2": {"task_kinds", "prompt_style"},
+    "M3": {"matchmaking", "pfsp_kappa", "ratings", "determinism_runs", "attempts_per_task", "replay"},
+    "M4": {"teacher_reward", "teacher_reward_invalid", "teacher_reward_unsolved", "student_reward"},
+    "M5": {"evolve_every", "cull_fraction", "crossover_rate", "mutations", "crossovers", "mutation_strength"}
+    | {"evolve_burn_in", "tournament_size"},
+    "M6": {"single_agent"},
+    "R1": {"single_agent"},
+    "R2": set(),
+    "R3": {"ratings"},
+    "R4": {"mutations", "crossovers"},
+    "R5": set(),
+    "R6": set(),
+    "Q1": set(),
+    "F1": set(),
+}
+VERDICTS = ("the same", "different on purpose", "not tested here", "agree", "disagree", "cannot be told")
+VERDICTS += ("our threshold was not met", "depends on what is held fixed")
+
+
+def test_every_statement_of_the_paper_stands_on_the_page_once():
+    assert re.findall(r"^\| ([MRQF]\d) \|", PAGE, re.MULTILINE) == list(STATEMENTS)
+
+
+@pytest.mark.parametrize("statement", STATEMENTS)
+def test_a_statement_has_a_verdict_and_names_options_and_files_that_exist(statement):
+    _, here, where = ROWS[statement]
+    assert any(verdict in here.lower() for verdict in VERDICTS)
+    named = set(re.findall(r"`([^`]+)`", where))
+    files = {name for name in named if "/" in name}
+    assert [name for name in files if not (ROOT / name).exists()] == []
+    assert named - files == STATEMENTS[statement]
+    assert named - files <= OPTIONS
+    assert named
+
+
+def test_the_options_that_the_statements_name_have_the_values_that_the_page_says():
+    said = dict(re.findall(r"`(teacher_reward|ratings): (\w+)`", PAGE))
+    assert said == {"teacher_reward": "paper", "ratings": "trueskill"}
+    recipe = yaml.safe_load((ROOT / "recipes" / "paper.yaml").read_text())
+    assert said.items() <= recipe.items()
+    assert "paper" in PAY
+    assert {"svd_perturb", "module_swap", "average", "slerp"} <= MUTATIONS.keys() | CROSSOVERS.keys()
+    defaults = {each.name: each.default for each in fields(PopuLoRAConfig)}
+    assert (defaults["teacher_reward"], defaults["ratings"], defaults["pfsp_kappa"]) == ("guarded", "scores", 2.0)
+
+
+def test_values_at_second_hand_name_options_and_files():
+    section = PAGE.partition("\n## Second hand\n")[2].partition("\n## ")[0]
+    cells = re.findall(r"^\| [^|]+ \| (.+) \|$", section, re.MULTILINE)
+    named = {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)} - {"peft_config", "member"}
+    files = {name for name in named if "/" in name}
+    assert [name for name in files if not (ROOT / name).exists()] == []
+    assert len(named - files) >= 10
+    assert named - files <= OPTIONS
+
+
+# What `paper` may stand beside: the rest is second hand or ours.
+OF_THE_PAPER = {"teachers", "students", "task_kinds", "matchmaking", "ratings", "teacher_reward", "single_agent"}
+OF_THE_PAPER |= {"mutations", "crossovers", "teacher_reward_invalid", "teacher_reward_unsolved"}
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("recipes/**/*.yaml")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_recipe_says_paper_only_of_what_the_paper_says(path):
+    said = re.findall(r"^(\w+):[^#\n]*# .*\bpaper(?:'s)?\b", path.read_text(), re.MULTILINE)
+    assert set(said) <= OF_THE_PAPER
+
+
+def test_a_setting_says_paper_only_of_what_the_paper_says():
+    helps = {each.name: each.metadata.get("help", "") for each in fields(PopuLoRAConfig)}
+    said = {name for name, text in helps.items() if re.search(r"\(paper\b", text)}
+    assert said <= OF_THE_PAPER
+    assert {"teacher_reward_invalid", "teachers", "ratings"} <= said
+    for name in ("max_steps", "evolve_every", "cull_fraction", "crossover_rate", "pfsp_kappa", "student_reward_wrong"):
+        assert "second hand" in helps[name].lower(), name
