@@ -133,12 +133,14 @@ class Run:
         """
         How far the solve rate of fresh tasks swings: the standard deviation of its blocks about a parabola, because
         one rise and fall is no oscillation, less what the sampling of tasks alone can make, .5 over the root of a
-        block's valid proposals.
+        block's valid proposals. NaN where fewer than four blocks are known.
         """
-        rates, tasks = self.curves["solve rate of fresh tasks"], BLOCK * fmean(self.proposed())
-        places = np.arange(len(rates))
-        left = np.array(rates) - np.polyval(np.polyfit(places, rates, 2), places)
-        return math.sqrt(float(left @ left) / (len(rates) - 3)) - 0.5 / math.sqrt(tasks)
+        rates = np.array(self.curves["solve rate of fresh tasks"])
+        places = np.flatnonzero(np.isfinite(rates))
+        if len(places) < 4:
+            return math.nan
+        left = rates[places] - np.polyval(np.polyfit(places, rates[places], 2), places)
+        return math.sqrt(float(left @ left) / (len(places) - 3)) - 0.5 / math.sqrt(BLOCK * mean(self.proposed()))
 
     def share_back(self, updates: int = 20) -> float:
         """Share of the newborn students that were as good as the others after at most so many updates."""

@@ -283,4 +283,5 @@ def test_a_rise_and_fall_does_not_swing_and_a_wave_does():
     sampling = 0.5 / math.sqrt(5 * 32)
     for hill in (lambda x: 0.3 + 0.01 * x, lambda x: 0.4 + 0.03 * x - 0.001 * x * x):
         assert swing([hill(place) for place in range(30)]) == pytest.approx(-sampling)
+    assert math.isnan(swing([0.5, math.nan, 0.7, 0.6])), "three known blocks lie on a parabola"
     assert swing([0.5 + 0.2 * math.sin(place) for place in range(30)]) == pytest.approx(0.14 - sampling, abs=0.01)
