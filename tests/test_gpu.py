@@ -142,7 +142,7 @@ def test_members_whose_parts_lie_on_two_devices_are_clipped_by_the_norms_of_all_
     for mine, other in zip(spread.parameters(), whole.parameters(), strict=True):
         if mine.requires_grad:
             other.grad = torch.randn(other.shape, generator=generator)
-            mine.grad = other.grad.to(mine.device)
+            mine.grad = other.grad.to(mine.device, copy=True)
     found, wanted = (clip_member_grad_norms(model, names, 1.0) for model in (spread, whole))
     assert found == pytest.approx(wanted, rel=1e-5)
     assert min(wanted.values()) > 1, "clipping bites"
