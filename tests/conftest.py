@@ -141,7 +141,8 @@ def two_plots(monkeypatch):
     from trl_populora.report import plots
 
     monkeypatch.setattr(plots, "PLOTS", plots.PLOTS[:2])
-    monkeypatch.setattr(plots, "OVERVIEW", plots.OVERVIEW[2:4])
+    of_prompts = [plot for plot in plots.OVERVIEW if plot.sorts == ("prompts",)][:2]
+    monkeypatch.setattr(plots, "OVERVIEW", [*plots.OVERVIEW[2:4], *of_prompts])
 
 
 @pytest.fixture

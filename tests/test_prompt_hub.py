@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -197,6 +198,7 @@ class TestCommands:
     def test_a_report_is_written(self, run, two_plots, capsys):
         cli.main(["report", run])
         assert "Report written to" in capsys.readouterr().out
+        assert Path(run, "run.png").exists()
 
     @pytest.mark.parametrize(
         ("command", "told"),

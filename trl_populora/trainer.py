@@ -596,9 +596,13 @@ class PopuLoRATrainer(HubTrainer):
         self._metrics["eval"].update({f"{table}{name}": [value] for name, value in figures.items()})
 
     def _determine_best_metric(self, metrics, trial):
-        # An empty seat has no figure, and `Trainer` cannot compare `None`. No figure is no best one.
-        name = f"eval_{(self.args.metric_for_best_model or '').removeprefix('eval_')}"
-        return metrics.get(name, 0.0) is not None and super()._determine_best_metric(metrics, trial)
+        # The reward of an empty seat is left out of the log, and `Trainer` would end the run because it is missing.
+        wanted = f"eval_{(self.args.metric_for_best_model or '').removeprefix('eval_')}"
+        tables = [f"{name}_" for name in self.eval_dataset] if isinstance(self.eval_dataset, dict) else [""]
+        rewards = {f"eval_{table}member/{seat}/reward" for table in tables for seat in self.population.seats}
+        if wanted not in metrics and self.game is None and wanted in rewards:
+            return False
+        return super()._determine_best_metric(metrics, trial)
 
     def _evaluate(self, trial, ignore_keys_for_eval, skip_scheduler=False):
         if skip_scheduler and self.state.global_step:  # `eval_on_start` of a resumed run: its start is long over

@@ -178,6 +178,12 @@ class Run:
         return any(row.get("features") for row in self.rows)
 
     @property
+    def marked(self) -> str:
+        """What the dotted lines in the pictures mark."""
+        changed = any(event["operator"] in ("join", "leave") for event in self.lineage)
+        return "where members came or left" if changed else "evolution events"
+
+    @property
     def births(self) -> list[int]:
         """Steps at which a member was replaced, or in a dataset run joined or left."""
         return sorted({event["step"] for event in self.lineage})

@@ -130,7 +130,7 @@ def build_page(run: Run, plots: Sequence[tuple[Plot, Path]], samples: Sequence[A
 <h2>Members</h2>
 {_write_members(run)}
 <h2>The run in pictures</h2>
-<p class="note">{_tell_dots(run)}Steps are \
+<p class="note">{f"Dotted vertical lines mark {run.marked}. " if run.game or run.lineage else ""}Steps are \
 counted as optimizer steps.</p>
 <div class="columns">
 {figures}
@@ -141,13 +141,6 @@ counted as optimizer steps.</p>
 </body>
 </html>
 """
-
-
-def _tell_dots(run: Run) -> str:
-    """Says what the dotted lines in the pictures are, if there may be any."""
-    if any(event["operator"] in ("join", "leave") for event in run.lineage):
-        return "Dotted vertical lines mark where members came or left. "
-    return "Dotted vertical lines mark evolution events. " if run.game or run.lineage else ""
 
 
 def _write_end(run: Run, samples: Sequence[Any], way: str | None) -> str:

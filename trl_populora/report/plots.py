@@ -373,7 +373,7 @@ def plot_run(run: str | Path, path: str | Path | None = None) -> Path:
     rows = math.ceil(len(shown) / 2)
 
     def paint(figure: Figure) -> None:
-        figure.suptitle(records.name + (": dotted lines mark evolution events" if records.births else ""))
+        figure.suptitle(records.name + (f": dotted lines mark {records.marked}" if records.births else ""))
         parts: Any = figure.subfigures(rows, 2)
         for part, plot in zip(parts.flat, shown, strict=False):
             part.suptitle(plot.title)

@@ -285,7 +285,7 @@ def tell_best(population: Mapping[str, Any], saved: bool) -> str:
         saved: Whether the adapter of the best lies at the root.
     """
     members, name = population.get("members", []), population.get("best_student")
-    best = next((member for member in members if member["name"] == name), {})
+    best: Mapping[str, Any] = next((member for member in members if member["name"] == name), {})
     if len(members) < 2 or "reward" not in best:
         return ""
     words = next((words for words in FIGURES if _decided_by(population, words)), "rating")
