@@ -7,9 +7,9 @@
 * files: a PEFT directory of each version in shared memory, loaded beside the old version, too. Without a probe.
 
 All find out which members moved. The ways alternate, and each replaces versions that it has loaded; medians after a
-warm-up. `parts` says where the time on the device goes, and `host_mib` how many MiB of weights the engine then keeps in
-host memory. On a GPU every part waits for the device. The base has the shapes of Qwen2.5-0.5B, but a vocabulary of 512,
-which no adapter touches, and weights never set.
+warm-up. `parts` says where the time on the device goes, and `host_mib` how many MiB of weights the engine then keeps
+in host memory. On a GPU every part waits for the device. The base has the shapes of Qwen2.5-0.5B, but a vocabulary of
+512, which no adapter touches, and weights never set.
 
 Needs vLLM (on a machine without GPU: `VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1`); no network. Last line: one JSON
 object.

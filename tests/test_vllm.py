@@ -295,13 +295,16 @@ def test_publishing_writes_into_the_slot_of_the_old_version_and_keeps_no_copy(se
     assert copies[published["base"].id] == 1
 
 
-def test_no_adapter_is_loaded_while_requests_run(served):
+def test_nothing_is_published_while_requests_run(served):
     served.publish_all(36)
     llm = served.generation.llm
     llm.llm_engine.add_request("running", {"prompt_token_ids": [1, 2]}, SamplingParams(max_tokens=4))
     randomise(served.model, "member_1", seed=3600)
-    with pytest.raises(RuntimeError, match="while requests run"):
+    before = dict(served.generation.published)
+    with pytest.raises(RuntimeError, match=r"while 1 request\(s\) run"):
         served.generation.sync_weights()
+    assert served.generation.published == before
+    assert {adapter.id for adapter in before.values()} <= llm.llm_engine.list_loras()
     while llm.llm_engine.has_unfinished_requests():
         llm.llm_engine.step()
     served.generation.sync_weights()

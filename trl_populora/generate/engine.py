@@ -68,6 +68,16 @@ class RoutedLLM(LLM):
         (device,) = self.apply_model(_find_device)
         return device
 
+    def check_idle(self) -> None:
+        """
+        Checks that no requests run, which would be answered by two versions of a member.
+
+        Raises:
+            `RuntimeError`: If requests run.
+        """
+        if count := self.llm_engine.get_num_unfinished_requests():
+            raise RuntimeError(f"Nothing can be published while {count} request(s) run: finish or abort them first.")
+
     def load(
         self,
         adapter: Published,
@@ -90,12 +100,9 @@ class RoutedLLM(LLM):
             checks_sleep: Whether checksums of the slot are taken, which [`find_damaged`] needs.
 
         Raises:
-            `RuntimeError`: If requests are running. They would be answered by two versions.
             `ValueError`: If the rank is above the engine's `max_lora_rank`, or if vLLM has no LoRA layer for a module.
             `StaleAdapterError`: If the engine does not use the new weights.
         """
-        if self.llm_engine.has_unfinished_requests():
-            raise RuntimeError(f"{adapter.name!r} cannot be loaded while requests run: finish or abort them first.")
         install = partial(_install, adapter=adapter, factors=factors, config=config)
         (lora,) = self.apply_model(install)
         (used,) = self.apply_model(partial(_is_used, lora=lora))

@@ -257,6 +257,7 @@ class PopulationGeneration(VLLMGeneration):
 
     def _write(self, adapter: Published, factors: Mapping[str, torch.Tensor], config: LoraConfig) -> None:
         """Lets the colocated engine write an adapter into the slot of the member's old version."""
+        self.llm.check_idle()
         # The old version goes first, so that vLLM finds a free slot and need not take that of another member.
         if (old := self.published.pop(adapter.member, None)) is not None:
             self.llm.unload(old)
