@@ -171,7 +171,7 @@ PARTS = (
         2,
         "publishing.py --rank 32",
         "publishing.py --layers 1 --repeats 1",
-        {"by files": "seconds_files", "from memory": "seconds_memory", "nothing moved": "seconds_nothing"},
+        {"device": "seconds_device", "host": "seconds_host", "files": "seconds_files", "nothing": "seconds_nothing"},
         {},
     ),
     *step_parts("short", (3.5, 4), "0.4"),

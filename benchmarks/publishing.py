@@ -1,10 +1,15 @@
-"""Eight adapters into a colocated vLLM engine from memory, as the trainer publishes them, and by way of files.
+"""Eight adapters into a colocated vLLM engine: on the device, through host memory, and by way of files.
 
     python benchmarks/publishing.py [--layers 24] [--rank 16] [--repeats 5] [--clock cpu]
 
-Both sides find out which members moved, read them, load the new versions and unload the old ones; files lie in shared
-memory. From memory every version is probed as well (`RoutedLLM.probe`). The sides alternate after a warm-up; medians.
-The base has the shapes of Qwen2.5-0.5B, but a vocabulary of 512, which no adapter touches, and weights never set.
+* device: as the trainer publishes them. The old version's slot is freed, and vLLM writes the new tensors into it.
+* host: copies in host memory, which the engine keeps; the old version is unloaded after the new one is loaded.
+* files: a PEFT directory of each version in shared memory, loaded beside the old version, too. Without a probe.
+
+All find out which members moved. The ways alternate, and each replaces versions that it has loaded; medians after a
+warm-up. `parts` says where the time on the device goes, and `host_mib` how many MiB of weights the engine then keeps
+in host memory. On a GPU every part waits for the device. The base has the shapes of Qwen2.5-0.5B, but a vocabulary of
+512, which no adapter touches, and weights never set.
 
 Needs vLLM (on a machine without GPU: `VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1`); no network. Last line: one JSON
 object.
@@ -18,6 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -29,13 +35,14 @@ from accelerate import Accelerator  # noqa: E402
 from peft import LoraConfig  # noqa: E402
 from transformers import Qwen2Config, Qwen2ForCausalLM  # noqa: E402
 
-from trl_populora.generate.publish import SHARED_MEMORY, AdapterShelf  # noqa: E402
+from trl_populora.generate.publish import SHARED_MEMORY, AdapterShelf, Published  # noqa: E402
 from trl_populora.generate.vllm import PopulationGeneration  # noqa: E402
+from trl_populora.lora.convert import fold  # noqa: E402
 from trl_populora.lora.layers import (
     Router,  # noqa: E402
     add_members,  # noqa: E402
 )
-from trl_populora.lora.members import member_parameters, save_member  # noqa: E402
+from trl_populora.lora.members import member_parameters, read_member, save_member  # noqa: E402
 
 
 MEMBERS = 8
@@ -64,8 +71,46 @@ def make_base(directory: str, layers: int) -> Qwen2ForCausalLM:
     return model
 
 
+class OnDevice:
+    """As the trainer publishes."""
+
+    def __init__(self, generation: PopulationGeneration):
+        self.generation = generation
+
+    def publish(self) -> None:
+        self.generation.sync_weights()
+
+    def clear(self) -> None:
+        """Leaves the engine to the next way; not timed."""
+        self.generation.close()
+
+
+class ThroughHost:
+    """What the trainer did before: every new version is copied to the CPU, and loaded before the old one goes."""
+
+    def __init__(self, generation: PopulationGeneration):
+        self.generation, self.count = generation, 10**5
+        self.loaded: dict[str, Published] = {}
+
+    def publish(self) -> None:
+        model, names, llm = self.generation.model, self.generation.members, self.generation.llm
+        self.generation._detector.detect_changes(model, names)
+        for name in names:
+            self.count += 1
+            adapter = Published(name, f"{name}-{self.count}", self.count)
+            llm.load(adapter, *fold(read_member(model, name, llm.lora_dtype), model.peft_config[name]))
+            if name in self.loaded:
+                llm.unload(self.loaded[name])
+            self.loaded[name] = adapter
+
+    def clear(self) -> None:
+        for adapter in self.loaded.values():
+            self.generation.llm.unload(adapter)
+        self.loaded = {}
+
+
 class ByFiles:
-    """What a colocated engine was given before it took tensors: a PEFT directory per version, unloaded one later."""
+    """What a colocated engine was given at first: a PEFT directory per version, unloaded one later."""
 
     def __init__(self, generation: PopulationGeneration):
         self.generation, self.shelf = generation, AdapterShelf(SHARED_MEMORY)
@@ -89,11 +134,43 @@ class ByFiles:
             self.shelf.retire(path)
 
     def clear(self) -> None:
-        """Leaves the engine to the other side; not timed."""
         for loaded in self.loaded.values():
             self.generation.llm.llm_engine.remove_lora(loaded)
         self.loaded = {}
         self.shelf.sweep_retired()
+
+
+class Parts:
+    """Seconds of some methods, by the name of the part of publishing that each is."""
+
+    def __init__(self, now: Callable[[], float]):
+        self.now = now
+        self.seconds: dict[str, float] = {}
+
+    def watch(self, owner: object, method: str, part: str) -> None:
+        """Adds the time of a method to a part from now on."""
+        inner = getattr(owner, method)
+
+        def timed(*args, **kwargs):
+            start = self.now()
+            result = inner(*args, **kwargs)
+            self.seconds[part] = self.seconds.get(part, 0.0) + self.now() - start
+            return result
+
+        setattr(owner, method, timed)
+
+
+def count_host_bytes(model: torch.nn.Module) -> int:
+    """Counts the bytes in host memory of the adapters that vLLM's manager keeps beside its slots."""
+    manager = model.lora_manager
+    sides = [
+        side
+        for adapter in manager.list_adapters()
+        for weights in manager.get_adapter(adapter).loras.values()
+        for side in (weights.lora_a, weights.lora_b)
+    ]
+    tensors = [tensor for side in sides for tensor in (side if isinstance(side, list) else [side])]
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None and t.device.type == "cpu")
 
 
 @torch.no_grad()
@@ -112,7 +189,6 @@ def main() -> None:
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: for a machine that has other work")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    now = CLOCKS[arguments.clock]
 
     with tempfile.TemporaryDirectory() as directory:
         names, router = [f"member_{i}" for i in range(MEMBERS)], Router()
@@ -130,48 +206,64 @@ def main() -> None:
             gpu_memory_utilization=0.3,
             engine_kwargs={"enforce_eager": True, "load_format": "dummy", "skip_tokenizer_init": True},
         )
-        probe, probing = generation.llm._probe, [0.0]
 
-        def timed_probe(*adapter, **layers) -> None:
-            start = now()
-            probe(*adapter, **layers)
-            probing[-1] += now() - start
+        def now() -> float:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            return CLOCKS[arguments.clock]()
 
-        generation.llm._probe = timed_probe
-        by_files = ByFiles(generation)
-        seconds: dict[str, list[float]] = {"files": [], "memory": [], "nothing": []}
-        ways = {"files": by_files.publish, "memory": generation.sync_weights, "nothing": generation.sync_weights}
+        parts = Parts(now)
+        parts.watch(generation._detector, "detect_changes", "find")
+        parts.watch(generation, "_read_factors", "read")
+        parts.watch(generation.llm, "unload", "free")
+        parts.watch(generation.llm, "load", "write")
+        ways = {"device": OnDevice(generation), "host": ThroughHost(generation), "files": ByFiles(generation)}
+        seconds: dict[str, list[float]] = {way: [] for way in [*ways, "nothing"]}
+        by_part: dict[str, list[float]] = {}
+        host_mib: dict[str, float] = {}
         for _ in range(arguments.repeats + 1):
-            probing.append(0.0)
-            for way, publish in ways.items():
-                if way != "nothing":
-                    move(model, names)
+            for way, publisher in ways.items():
+                move(model, names)
+                publisher.publish()
+                move(model, names)
+                parts.seconds = {}
                 start = now()
-                publish()
+                publisher.publish()
                 seconds[way].append(now() - start)
-                by_files.clear()
-        generation.close()
+                (kept,) = generation.llm.apply_model(count_host_bytes)
+                host_mib[way] = round(kept / 2**20, 1)
+                if way == "device":
+                    for part, value in parts.seconds.items():
+                        by_part.setdefault(part, []).append(value)
+                    start = now()
+                    publisher.publish()
+                    seconds["nothing"].append(now() - start)
+                publisher.clear()
     # The first is a warm-up.
     medians = {way: statistics.median(values[1:]) for way, values in seconds.items()}
-    runs = list(zip(*seconds.values(), strict=True))[1:]
-    ratio = statistics.median(files / memory for files, memory, _ in runs)
-    without = statistics.median((files - nothing) / (memory - nothing) for files, memory, nothing in runs)
-    probed = statistics.median(probing[2:])
+    parts_of_device = {part: round(statistics.median(values[1:]), 4) for part, values in by_part.items()}
+
+    def compare(way: str, free: bool = False) -> float:
+        """The median ratio of a way to the device; `free` leaves out what finding out takes."""
+        runs = list(zip(seconds[way], seconds["device"], seconds["nothing"], strict=True))[1:]
+        return round(statistics.median((a - free * none) / (b - free * none) for a, b, none in runs), 2)
+
     size = sum(p.numel() for p in member_parameters(model, names[0]).values())
     print(f"{MEMBERS} adapters of {size:,} numbers, {arguments.layers} layers, {arguments.clock} clock")
-    print(f"  by files        {medians['files']:8.3f} s")
-    print(f"  from memory     {medians['memory']:8.3f} s, the probe's {probed:.3f} s among them")
-    print(f"  nothing moved   {medians['nothing']:8.3f} s, to find that out, which is in all three")
-    print(f"  files over memory: {ratio:.2f}; {without:.2f} without finding out what moved")
+    print("  on the device   {device:8.3f} s\n  through host    {host:8.3f} s".format(**medians))
+    print("  by files        {files:8.3f} s\n  nothing moved   {nothing:8.3f} s".format(**medians))
+    print("  parts on the device: " + ", ".join(f"{part} {value:.3f} s" for part, value in parts_of_device.items()))
+    print("  MiB kept in host memory: " + ", ".join(f"{way} {value}" for way, value in host_mib.items()))
     print(
         json.dumps(
             {
-                "memory_vs_files": round(ratio, 2),
-                "memory_vs_files_without_detection": round(without, 2),
-                "seconds_files": round(medians["files"], 3),
-                "seconds_memory": round(medians["memory"], 3),
-                "seconds_probe": round(probed, 3),
-                "seconds_nothing": round(medians["nothing"], 3),
+                "memory_vs_files": compare("files"),
+                "memory_vs_files_without_detection": compare("files", free=True),
+                "device_vs_host": compare("host"),
+                "device_vs_host_without_detection": compare("host", free=True),
+                **{f"seconds_{way}": round(value, 4) for way, value in medians.items()},
+                "parts": parts_of_device,
+                "host_mib": host_mib,
                 "layers": arguments.layers,
                 "rank": arguments.rank,
             }

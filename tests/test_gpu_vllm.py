@@ -24,7 +24,6 @@ from transformers import AutoTokenizer
 
 from tests.models import save_byte_base
 from tests.vllm_models import ENGINE_ENVIRONMENT, logprobs_of, make_population, randomise
-from trl_populora.generate.publish import StaleAdapterError
 from trl_populora.generate.vllm import PopulationGeneration
 
 
@@ -116,10 +115,11 @@ def test_a_member_that_is_published_alone_is_taken_up_and_the_others_stay(served
     assert own < 0.1 * other
 
 
-def test_an_adapter_that_was_damaged_in_the_engine_is_found(served):
+def test_an_adapter_that_was_damaged_in_the_engine_is_found(served, monkeypatch):
+    monkeypatch.setattr(served.generation, "enable_sleep_mode", True)  # only then checksums are taken
     served.publish(served.names, 20)
     llm, published = served.generation.llm, served.generation.published
-    llm.probe(published.values())
+    assert llm.find_damaged(published.values()) == []
 
     def damage(model) -> None:
         manager = model.lora_manager
@@ -127,8 +127,7 @@ def test_an_adapter_that_was_damaged_in_the_engine_is_found(served):
         manager.modules["model.layers.1.mlp.down_proj"].lora_b_stacked[0][slot, 0, 7, 2] *= -1
 
     llm.apply_model(damage)
-    with pytest.raises(StaleAdapterError, match="member_5"):
-        llm.probe(published.values())
+    assert llm.find_damaged(published.values()) == [published["member_5"]]
 
 
 @needs_card

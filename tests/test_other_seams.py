@@ -139,6 +139,17 @@ PROMISES = {
         "LoRAModelManager.activate_adapter",
         "self.lora_index_to_id[index] = lora_model.id",
     ),
+    "vLLM takes no slot of a pinned adapter": (
+        "vllm.utils.cache",
+        "LRUCache.popitem",
+        "(key for key in self.order if key not in self.pinned_items)",
+    ),
+    "and removing such an adapter unpins it": ("vllm.utils.cache", "LRUCache.__delitem__", "self._unpin(key)"),
+    "vLLM's LoRA manager knows where its slots lie": (
+        "vllm.lora.model_manager",
+        "LoRAModelManager.__init__",
+        "self.device = device",
+    ),
     "a layer's kernels read stacks of all slots": (
         "vllm.lora.layers.base_linear",
         "BaseLinearLayerWithLoRA.set_lora",
@@ -190,6 +201,7 @@ def test_signature(owner, name):
         ),
         ("vllm.lora.model_manager", "LRUCacheLoRAModelManager.add_adapter", "self lora"),
         ("vllm.lora.model_manager", "LRUCacheLoRAModelManager.activate_adapter", "self lora_id"),
+        ("vllm.lora.model_manager", "LRUCacheLoRAModelManager.pin_adapter", "self lora_id"),
         ("vllm.lora.model_manager", "LoRAModelManager.get_adapter", "self adapter_id"),
         ("vllm.lora.layers.base_linear", "BaseLinearLayerWithLoRA.set_lora", "self index lora_a lora_b"),
     ],

@@ -225,7 +225,7 @@ def test_a_version_under_an_id_that_the_engine_knows_is_found_stale(served):
     served.publish_all(32)
     generation, counted = served.generation, served.generation._count
     randomise(served.model, "member_3", seed=3300)
-    generation._count = generation.published["member_3"].id - 1
+    generation._count = generation.published["member_4"].id - 1
     with pytest.raises(StaleAdapterError, match=rf"'member_3-{generation._run}-\d+', the last .* of 'member_3'"):
         generation.sync_weights()
     generation._count = counted
@@ -233,20 +233,82 @@ def test_a_version_under_an_id_that_the_engine_knows_is_found_stale(served):
     served.publish_all(33)
 
 
-def test_an_adapter_that_the_engine_lost_in_its_sleep_is_found(served):
-    served.publish_all(34)
-    llm, published = served.generation.llm, served.generation.published
-    llm.probe(published.values())
+@pytest.fixture
+def sleeper(served, monkeypatch):
+    """An engine that sleeps between steps, as far as publishing knows: vLLM's CPU engine cannot."""
+    monkeypatch.setattr(served.generation, "enable_sleep_mode", True)
+    monkeypatch.setattr(served.generation, "_llm_weights_sleeping", False, raising=False)
+    for method in ("sleep", "wake_up"):
+        monkeypatch.setattr(type(served.generation.llm), method, lambda self, **arguments: None, raising=False)
+    yield served
+    served.generation.close()
+
+
+def damage(served, member: str) -> None:
+    """Changes one bit of a member in the engine."""
+    adapter = served.generation.published[member]
 
     def lose(model) -> None:
         manager = model.lora_manager
-        slot = manager.lora_index_to_id.index(published["member_5"].id)
+        slot = manager.lora_index_to_id.index(adapter.id)
         manager.modules["model.layers.1.mlp.down_proj"].lora_b_stacked[0][slot, 0, 7, 2] *= -1
 
-    llm.apply_model(lose)
-    with pytest.raises(StaleAdapterError, match="member_5"):
-        llm.probe(published.values())
-    llm.probe(published.values())  # the probe writes what it compares
+    served.generation.llm.apply_model(lose)
+
+
+def test_an_adapter_that_the_engine_lost_in_its_sleep_is_found_and_written_again_alone(sleeper):
+    sleeper.generation.close()
+    sleeper.publish_all(34)
+    generation, rows, prompts = sleeper.generation, [*range(MEMBERS), -1], some_prompts(MEMBERS + 1)
+    sleeper.generate(rows, prompts)  # publishes the base
+    before = dict(generation.published)
+    assert generation.llm.find_damaged(before.values()) == []
+    damage(sleeper, "member_5")
+    assert generation.llm.find_damaged(before.values()) == [before["member_5"]]
+    generation._llm_weights_sleeping = True
+    generation.sync_weights()
+    assert {name for name in before if before[name] != generation.published[name]} == {"member_5"}
+    assert generation.llm.find_damaged(generation.published.values()) == []
+    completions, logprobs = sleeper.generate(rows, prompts)
+    expected = logprobs_of(sleeper.model, sleeper.router, rows, prompts, completions)
+    assert largest_difference(logprobs, expected) < 1e-3
+
+
+def test_publishing_writes_into_the_slot_of_the_old_version_and_keeps_no_copy(served):
+    served.generation.close()
+    served.publish_all(35)
+    served.generate([-1], some_prompts(1))  # the base has the last slot
+
+    def look(model) -> tuple[list[int | None], dict[int, int]]:
+        manager = model.lora_manager
+        weights = {id: len(manager.get_adapter(id).loras) for id in manager.list_adapters()}
+        return list(manager.lora_index_to_id), weights
+
+    before, published = served.generation.llm.apply_model(look)[0][0], dict(served.generation.published)
+    assert None not in before
+    randomise(served.model, "member_2", seed=3500)
+    served.generation.sync_weights()
+    ((after, copies),) = served.generation.llm.apply_model(look)
+    new = {published["member_2"].id: served.generation.published["member_2"].id}
+    assert after == [new.get(adapter, adapter) for adapter in before]
+    assert {adapter for adapter, modules in copies.items() if modules} == {published["base"].id}
+    assert copies[published["base"].id] == 1
+
+
+def test_nothing_is_published_while_requests_run(served):
+    served.publish_all(36)
+    llm = served.generation.llm
+    llm.llm_engine.add_request("running", {"prompt_token_ids": [1, 2]}, SamplingParams(max_tokens=4))
+    randomise(served.model, "member_1", seed=3600)
+    before = dict(served.generation.published)
+    with pytest.raises(RuntimeError, match=r"while 1 request\(s\) run"):
+        served.generation.sync_weights()
+    assert served.generation.published == before
+    assert {adapter.id for adapter in before.values()} <= llm.llm_engine.list_loras()
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+    served.generation.sync_weights()
+    assert len(llm.llm_engine.list_loras()) >= MEMBERS
 
 
 def test_equal_rows_are_sampled_apart_and_land_in_their_places(served):

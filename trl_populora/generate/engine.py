@@ -1,6 +1,7 @@
 """The vLLM engine in the trainer's process, where every row is answered by the adapter of its member. Imports vLLM.
 
-    factors of a member --load--> adapter in the engine --probe--> StaleAdapterError if the kernels read other weights
+    factors of a member --load--> a slot of the engine; StaleAdapterError if the kernels read other weights
+    slots after a sleep --find_damaged--> the adapters to be written again
 
     prompts_R, versions_R, seeds_R --merge_asks--> requests of n samples --vLLM--> one output per prompt, R outputs
 
@@ -13,7 +14,6 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
@@ -25,7 +25,7 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
-from .publish import Published, StaleAdapterError, merge_asks
+from .publish import Checksums, Published, StaleAdapterError, merge_asks
 
 
 class RoutedLLM(LLM):
@@ -49,69 +49,95 @@ class RoutedLLM(LLM):
     def __init__(self, *, routed_arguments: dict[str, Any], **kwargs: Any):
         super().__init__(**(kwargs | routed_arguments))
         self.versions: Sequence[Published] = ()
-        self._loaded: dict[int, LoRAModel] = {}
+        self._written: dict[int, list[int] | None] = {}
+        self._checksums = Checksums()
 
     @property
     def lora_dtype(self) -> torch.dtype:
         """Type in which the engine keeps adapters."""
         return self.llm_engine.vllm_config.lora_config.lora_dtype
 
-    def load(self, adapter: Published, factors: Mapping[str, torch.Tensor], config: LoraConfig) -> None:
+    @property
+    def slots(self) -> int:
+        """How many adapters the kernels can read at a time."""
+        return self.llm_engine.vllm_config.lora_config.max_loras
+
+    @property
+    def device(self) -> torch.device:
+        """Where the slots lie."""
+        (device,) = self.apply_model(_find_device)
+        return device
+
+    def check_idle(self) -> None:
         """
-        Loads an adapter from memory, and checks that the engine uses it.
+        Checks that no requests run, which would be answered by two versions of a member.
+
+        Raises:
+            `RuntimeError`: If requests run.
+        """
+        if count := self.llm_engine.get_num_unfinished_requests():
+            raise RuntimeError(f"Nothing can be published while {count} request(s) run: finish or abort them first.")
+
+    def load(
+        self,
+        adapter: Published,
+        factors: Mapping[str, torch.Tensor],
+        config: LoraConfig,
+        *,
+        keeps_copy: bool = True,
+        checks_sleep: bool = False,
+    ) -> None:
+        """
+        Writes an adapter into a free slot, and checks that the engine uses it.
 
         Args:
             adapter: Name and id under which the engine knows the adapter.
-            factors: Factors by PEFT state-dict key. The engine keeps these tensors and scales them in place, so
-                nobody else may use them.
+            factors: Factors by PEFT state-dict key. They are scaled in place, so nobody else may use them.
             config: The adapter's configuration, with one rank and one scaling for all modules (see
                 [`~trl_populora.lora.convert.fold`]).
+            keeps_copy: Whether the engine keeps `factors`, so that it may take the adapter's slot for another adapter
+                and write this one again later. Without a copy the adapter holds its slot until it is unloaded.
+            checks_sleep: Whether checksums of the slot are taken, which [`find_damaged`] needs.
 
         Raises:
             `ValueError`: If the rank is above the engine's `max_lora_rank`, or if vLLM has no LoRA layer for a module.
             `StaleAdapterError`: If the engine does not use the new weights.
         """
         install = partial(_install, adapter=adapter, factors=factors, config=config)
-        (self._loaded[adapter.id],) = self.apply_model(install)
-        # One LoRA module shows whether the engine uses an adapter that was just loaded.
-        self._probe(adapter, layers=1)
-
-    def probe(self, adapters: Iterable[Published]) -> None:
-        """
-        Compares the weights that the engine's kernels read with the weights that were loaded, bit by bit.
-
-        An adapter that waits in host memory is not compared: the kernels do not read it yet.
-
-        No token is sampled, because a token would tell less: the log-probabilities of engine and trainer differ by
-        more than one optimizer step changes them. And while the engine wakes up, it has no cache to sample with.
-
-        Raises:
-            `StaleAdapterError`: If the weights differ. The message names the member and the version.
-        """
-        # All LoRA modules are compared: a sleep can damage any of them.
-        for adapter in adapters:
-            self._probe(adapter)
-
-    def _probe(self, adapter: Published, layers: int | None = None) -> None:
-        """
-        Compares an adapter's weights on the device with those that were loaded, bit by bit: in its first `layers`
-        LoRA modules, or in all.
-
-        Raises:
-            `StaleAdapterError`: If they differ.
-        """
-        in_use = partial(_in_use, adapter=adapter, lora=self._loaded[adapter.id], layers=layers)
-        if not all(self.apply_model(in_use)):
+        (lora,) = self.apply_model(install)
+        (used,) = self.apply_model(partial(_is_used, lora=lora))
+        if not used:
             raise StaleAdapterError(
                 f"vLLM does not sample from {adapter.name!r}, the last published version of {adapter.member!r}: the "
-                "tensors that its kernels read are not those of this version. Resume from the last checkpoint. If "
-                "the engine sleeps (`vllm_enable_sleep_mode`), switch that off first."
+                "tensors that its kernels read are not those of this version. Resume from the last checkpoint."
             )
+        if checks_sleep:
+            self._written[adapter.id] = self._compute_checksums(adapter)
+        if not keeps_copy:
+            self.apply_model(partial(_hold, lora=lora))
+
+    def find_damaged(self, adapters: Iterable[Published]) -> list[Published]:
+        """
+        Finds adapters whose slots no longer hold what was written, by the checksums that were taken then.
+
+        An adapter that waits in host memory is not compared: the kernels do not read it yet. No token is sampled,
+        because a token would tell less: the log-probabilities of engine and trainer differ by more than one optimizer
+        step changes them. And while the engine wakes up, it has no cache to sample with.
+
+        Args:
+            adapters: Adapters that were loaded with `checks_sleep`.
+        """
+        return [a for a in adapters if self._compute_checksums(a) not in (None, self._written[a.id])]
+
+    def _compute_checksums(self, adapter: Published) -> list[int] | None:
+        """Computes the checksums of all tensors in an adapter's slot; `None` if it has no slot now."""
+        (tensors,) = self.apply_model(partial(_list_slot, adapter_id=adapter.id))
+        return None if tensors is None else self._checksums.compute(tensors)
 
     def unload(self, adapter: Published) -> None:
         """Removes an adapter from the device and from host memory."""
         self.llm_engine.remove_lora(adapter.id)
-        self._loaded.pop(adapter.id, None)
+        self._written.pop(adapter.id, None)
 
     def generate(self, prompts, sampling_params: SamplingParams, **kwargs):
         """
@@ -174,7 +200,8 @@ def _install(
         adapter.id,
         factors,
         helper,
-        device="cpu",
+        # Without host memory between: tensors on the GPU stay there.
+        device=next(iter(factors.values())).device,
         dtype=manager.lora_config.lora_dtype,
         weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
     )
@@ -188,34 +215,48 @@ def _install(
     return lora
 
 
-def _in_use(model: nn.Module, adapter: Published, lora: LoRAModel, layers: int | None) -> bool:
+def _hold(model: nn.Module, lora: LoRAModel) -> None:
+    """Lets go of an adapter's weights, after vLLM has promised not to need its slot for another adapter."""
+    model.lora_manager.pin_adapter(lora.id)
+    lora.loras.clear()
+
+
+def _find_device(model: nn.Module) -> torch.device:
+    """Finds the device of the slots."""
+    return model.lora_manager.device
+
+
+def _list_slot(model: nn.Module, adapter_id: int) -> list[torch.Tensor] | None:
+    """Lists the tensors of all modules that the kernels read for an adapter; `None` if it has no slot."""
+    manager = model.lora_manager
+    if adapter_id not in manager.lora_index_to_id:
+        return None
+    place = manager.lora_index_to_id.index(adapter_id)
+    return [stack[place] for module in manager.modules.values() for stack in _list_stacks(module)]
+
+
+def _list_stacks(module: nn.Module) -> list[torch.Tensor]:
+    """Lists the tensors in which a layer keeps the weights of all slots."""
+    # vLLM's linear layers hold a tuple of tensors here, its output head a single tensor.
+    both = [s if isinstance(s, tuple) else (s,) for s in (module.lora_a_stacked, module.lora_b_stacked)]
+    return [*both[0], *both[1]]
+
+
+def _is_used(model: nn.Module, lora: LoRAModel) -> bool:
     """
-    Says whether the kernels read an adapter's weights under the adapter's id, or will read them.
+    Says whether the kernels read the weights of an adapter that was just loaded, by one of its modules, bit by bit.
 
-    An adapter that is not on the device waits in host memory, and vLLM copies it when a row asks for it. Such an
-    adapter passes without a comparison.
-
-    vLLM's own code, which knows how a layer packs and shards weights, writes the adapter to its place on the device
-    once more. If that changes no bit, the weights were there already.
-
-    Args:
-        layers: How many LoRA modules are compared; all of them if `None`.
+    vLLM's own code, which knows how a layer packs and shards weights, writes them to their place on the device once
+    more. If that changes no bit, the weights were there already.
     """
     manager = model.lora_manager
-    if manager.get_adapter(adapter.id) is not lora:
+    if manager.get_adapter(lora.id) is not lora or lora.id not in manager.lora_index_to_id:
         return False
-    # The adapter waits in host memory.
-    if adapter.id not in manager.lora_index_to_id:
-        return True
-    place = manager.lora_index_to_id.index(adapter.id)
-    for name, weights in islice(lora.loras.items(), layers):
-        module = manager.modules[name]
-        # vLLM's linear layers hold a tuple of tensors here, its output head a single tensor.
-        both = [s if isinstance(s, tuple) else (s,) for s in (module.lora_a_stacked, module.lora_b_stacked)]
-        stacks = [stack[place] for stack in (*both[0], *both[1])]
-        before = [stack.clone() for stack in stacks]
-        module.set_lora(place, weights.lora_a, weights.lora_b)
-        # Bytes are compared, not numbers: a member that diverged holds NaN, and NaN differs from itself.
-        if not all(torch.equal(*(t.view(torch.uint8) for t in pair)) for pair in zip(stacks, before, strict=True)):
-            return False
-    return True
+    place = manager.lora_index_to_id.index(lora.id)
+    name, weights = next(iter(lora.loras.items()))
+    module = manager.modules[name]
+    stacks = [stack[place] for stack in _list_stacks(module)]
+    before = [stack.clone() for stack in stacks]
+    module.set_lora(place, weights.lora_a, weights.lora_b)
+    # Bytes are compared, not numbers: a member that diverged holds NaN, and NaN differs from itself.
+    return all(torch.equal(*(t.view(torch.uint8) for t in pair)) for pair in zip(stacks, before, strict=True))

@@ -20,7 +20,7 @@ import time
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,13 +58,13 @@ class ChangeDetector:
 
     def __init__(self) -> None:
         self._seen: dict[str, list[int]] = {}
-        self._weights = torch.empty(0, dtype=torch.long)
+        self._checksums = Checksums()
 
     def detect_changes(self, model: nn.Module, names: Sequence[str]) -> list[bool]:
         """Says for each member whether this rank's part of it has changed since the last call."""
         flags = []
         for name in names:
-            checksum = self._checksum(lora_members.member_parameters(model, name).values())
+            checksum = self._checksums.compute(lora_members.member_parameters(model, name).values())
             flags.append(self._seen.get(name) != checksum)
             self._seen[name] = checksum
         return flags
@@ -73,8 +73,15 @@ class ChangeDetector:
         """Makes every member count as changed."""
         self._seen.clear()
 
+
+class Checksums:
+    """Computes checksums of tensors. Any changed bit changes the checksum of its tensor."""
+
+    def __init__(self) -> None:
+        self._weights = torch.empty(0, dtype=torch.long)
+
     @torch.no_grad()
-    def _checksum(self, parameters) -> list[int]:
+    def compute(self, tensors: Iterable[torch.Tensor]) -> list[int]:
         """
         Computes one number per tensor: reads the tensor's memory as integers, multiplies each by a fixed random
         factor, and adds the products up.
@@ -84,15 +91,15 @@ class ChangeDetector:
         """
         integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         sums = []
-        for parameter in parameters:
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+        for tensor in tensors:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
             flat, size = local.contiguous().view(-1), local.element_size()
             # A tensor whose size and place in memory are multiples of 8 bytes is read as 8-byte integers. With
             # elements of 2 bytes that needs a quarter of the multiplications.
             aligned = flat.numel() * size % 8 == 0 and flat.storage_offset() * size % 8 == 0
             bits = flat.view(integers[8 if aligned else size])
             sums.append((bits * self._factors(bits.numel(), bits.device)).sum())
-        return torch.stack(sums).tolist()  # one copy from the GPU for all tensors of a member
+        return torch.stack(sums).tolist()  # one copy from the GPU for all tensors
 
     def _factors(self, count: int, device: torch.device) -> torch.Tensor:
         """Returns the first `count` factors, int64 and odd; draws them again only for more or another device."""

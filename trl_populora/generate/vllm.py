@@ -5,9 +5,10 @@
 
 The base is frozen, so vLLM loads it once and it is never sent again. Only adapters change. `sync_weights` *publishes*
 every member that has changed: it loads the new version under a new name and id, and *probes* it, which means that it
-checks whether vLLM uses the new weights. A colocated engine gets tensors. Servers get directories, because vLLM loads
-adapters over HTTP by path only. The directories lie where `adapter_dir` says. Without it they lie in shared memory, if
-that has space and all servers run on this host, or else in `output_dir`.
+checks whether vLLM uses the new weights. A colocated engine gets tensors on its own device, one member's at a time,
+and vLLM writes them into the slot that the old version leaves. Servers get directories, because vLLM loads adapters
+over HTTP by path only. The directories lie where `adapter_dir` says. Without it they lie in shared memory, if that has
+space and all servers run on this host, or else in `output_dir`.
 
 TRL calls `sync_weights` before the first `generate` of an optimizer step (`_last_loaded_step` in the trainer).
 
@@ -23,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +132,8 @@ class PopulationGeneration(VLLMGeneration):
         return (
             {
                 "enable_lora": True,
-                "max_loras": count,
+                # One for the base, too: vLLM then never takes a member's slot, see `_keeps_copies`.
+                "max_loras": count + 1,
                 # vLLM refuses fewer in host memory than on the device.
                 "max_cpu_loras": max(publish.count_adapters(count)[1], self.engine_kwargs.get("max_loras") or 0),
                 "max_lora_rank": find_permitted_rank(config),
@@ -143,6 +146,11 @@ class PopulationGeneration(VLLMGeneration):
             | (self._forbid_chunked_prefill() if self.accelerator.device.type == "cpu" else {})
             | self.engine_kwargs
         )
+
+    @property
+    def _keeps_copies(self) -> bool:
+        """Whether a colocated engine needs copies of the members in host memory, because it has too few slots."""
+        return self.llm.slots <= len(self.members)
 
     @property
     def _widest(self) -> LoraConfig:
@@ -186,20 +194,26 @@ class PopulationGeneration(VLLMGeneration):
         """
         Publishes every member that has changed since it was published last. Collective.
 
-        A new version is loaded and probed, and then the old version is unloaded. The old version's directory stays
-        until members are published again. If the engine has slept, all its adapters are probed first.
+        A colocated engine gives the old version's slot to the new version, which is then probed. If the engine has
+        slept, members whose slots its sleep has damaged are published again, too. Servers load and probe the new
+        version before they unload the old one, whose directory stays until members are published again.
 
         Raises:
             `StaleAdapterError`: If vLLM does not use the published weights.
             `VLLMServerError`: If a server fails.
         """
+        damaged: set[str] = set()
         if self.mode == "colocate" and self.enable_sleep_mode and self._llm_weights_sleeping:
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
-            self.llm.probe(self.published.values())
-        # A member has changed if any rank's part of it has. All ranks must agree, because publishing is collective.
-        flags = gather_object([self._detector.detect_changes(self.model, self.members)])
-        changed = [name for name, *moved in zip(self.members, *flags, strict=True) if any(moved)]
+            damaged = {adapter.member for adapter in self.llm.find_damaged(self.published.values())}
+            if BASE_NAME in damaged:  # the next row of the base publishes it again
+                self.llm.unload(self.published.pop(BASE_NAME))
+        # A member is published if any rank's part of it has changed, or if any rank's engine has damaged it. All ranks
+        # must agree, because publishing is collective.
+        moved = self._detector.detect_changes(self.model, self.members)
+        flags = gather_object([[flag or name in damaged for flag, name in zip(moved, self.members, strict=True)]])
+        changed = [name for name, *wanted in zip(self.members, *flags, strict=True) if any(wanted)]
         if changed:
             try:
                 self._publish(changed)
@@ -218,11 +232,11 @@ class PopulationGeneration(VLLMGeneration):
             # The base has the shapes of the first member, see `_read_factors`.
             config = self.model.peft_config[self.members[0] if member == BASE_NAME else member]
             if self.mode == "colocate":
-                self.llm.load(adapter, *fold(factors, config))
+                self._write(adapter, *fold(factors, config))
             elif self.backend is not None:
                 adapter = self._serve(adapter, *fold(factors, config))
-            if self.backend is not None and member in self.published:
-                self.backend.unload(self.published[member])
+                if member in self.published:
+                    self.backend.unload(self.published[member])
             self.published[member] = adapter
         # The order keeps the directories that were replaced just now, and removes those of the time before.
         if self._shelf is not None:
@@ -233,9 +247,27 @@ class PopulationGeneration(VLLMGeneration):
     def _read_factors(self, member: str) -> dict[str, torch.Tensor]:
         """Reads a member's factors. For the base it makes zeros in the shapes of a member, which add nothing."""
         if member == BASE_NAME:
-            return {key: value.zero_() for key, value in self._read_factors(self.members[0]).items()}
-        dtype = self.llm.lora_dtype if self.mode == "colocate" else torch.float32
-        return lora_members.read_member(self.model, member, dtype)
+            zeros = {key: value.zero_() for key, value in self._read_factors(self.members[0]).items()}
+            # A colocated engine writes zeros for the modules that an adapter leaves out, but wants one module.
+            return dict(islice(zeros.items(), 2)) if self.mode == "colocate" else zeros
+        if self.mode == "server":
+            return lora_members.read_member(self.model, member)
+        device = "cpu" if self._keeps_copies else self.llm.device
+        return lora_members.read_member(self.model, member, self.llm.lora_dtype, device)
+
+    def _write(self, adapter: Published, factors: Mapping[str, torch.Tensor], config: LoraConfig) -> None:
+        """Lets the colocated engine write an adapter into the slot of the member's old version."""
+        self.llm.check_idle()
+        # The old version goes first, so that vLLM finds a free slot and need not take that of another member.
+        if (old := self.published.pop(adapter.member, None)) is not None:
+            self.llm.unload(old)
+        self.llm.load(
+            adapter,
+            factors,
+            config,
+            keeps_copy=self._keeps_copies or adapter.member == BASE_NAME,
+            checks_sleep=self.enable_sleep_mode,
+        )
 
     def _serve(self, adapter: Published, factors: Mapping[str, torch.Tensor], config: LoraConfig) -> Published:
         """Lets all servers load an adapter, and probes them. The first time it checks the modules, too."""

@@ -139,10 +139,12 @@ def set_rank(model: nn.Module, name: str, settings: Mapping[str, Any]) -> None:
         layer.r[name], layer.lora_alpha[name], layer.scaling[name] = find_scaling(config, path)
 
 
-def read_member(model: nn.Module, name: str, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+def read_member(
+    model: nn.Module, name: str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> dict[str, torch.Tensor]:
     """
-    Copies one member's factors to the CPU, whole even where ranks hold parts of them, and without the zeros that fill
-    its matrices up to the largest rank.
+    Copies one member's factors, whole even where ranks hold parts of them, and without the zeros that fill its
+    matrices up to the largest rank.
 
     Under ZeRO the copy is made from the fp32 master, because training continues from the master.
 
@@ -150,13 +152,14 @@ def read_member(model: nn.Module, name: str, dtype: torch.dtype = torch.float32)
         model: The model, wrapped or not.
         name: The member.
         dtype: Type of the copy.
+        device: Where the copy lies.
 
     Returns:
         For each routed layer `A`, shape `[r, in]`, and `B`, shape `[out, r]`. Keys are as in [`member_parameters`].
     """
     ranks = member_ranks(model, name)
     return {
-        key: _cut(_copy_full(parameter, dtype), key, ranks[key])
+        key: _cut(_copy_full(parameter, dtype, device), key, ranks[key])
         for key, parameter in member_parameters(model, name).items()
     }
 
@@ -176,8 +179,8 @@ def adds_nothing(model: nn.Module, name: str) -> bool:
     return not any(value.any() for key, value in read_member(model, name).items() if "lora_B" in key)
 
 
-def _copy_full(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-    """Copies a parameter to the CPU, gathered from all ranks."""
+def _copy_full(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Copies a parameter, gathered from all ranks, to a device."""
     if isinstance(parameter, DTensor):
         value = parameter.full_tensor()
     elif is_zero_parameter(parameter):
@@ -186,7 +189,7 @@ def _copy_full(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
         value = safe_get_full_fp32_param(parameter)
     else:
         value = parameter
-    return value.detach().to(device="cpu", dtype=dtype, copy=True)
+    return value.detach().to(device=device, dtype=dtype, copy=True)
 
 
 @torch.no_grad()
