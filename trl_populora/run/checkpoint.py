@@ -482,7 +482,7 @@ def load_game(
         place = "cpu" if device.type == "cpu" else device
         try:
             return RankState(**torch.load(path, map_location=place, weights_only=True))
-        except torch.OutOfMemoryError:  # a full card is no damage of the file
+        except torch.OutOfMemoryError:  # the device is full; the file may be whole
             raise
         except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
             raise ValueError(

@@ -1,6 +1,6 @@
 """The messages between the trainer, a warm process ("zygote") and a program's process ("child").
 
-    trainer -> zygote   ORDER   control socket; with the child's end of a private socket pair, without a payload
+    trainer -> zygote   ORDER   control socket: fork a child. With the child's end of a private socket pair; no program
     zygote  -> trainer  EVENT   control socket: that the zygote is ready or has failed, and how a child ended
     trainer -> child    frame   private pair: the program and its inputs
     child   -> trainer  frame   private pair: one frame, then end of file
