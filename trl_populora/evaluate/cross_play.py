@@ -149,13 +149,16 @@ def cross_play(
         player: Generates.
         archive: References are drawn from it.
         teachers, students: Names of the members that play.
-        proposals: Proposals per teacher. The referee's kinds take turns.
-        attempts: Attempts of each student at each fresh task.
-        references: Tasks that a proposing teacher is shown.
-        seed: Chooses the references, and whatever kinds draw when they accept a proposal.
+        proposals: Number of proposals per teacher. The referee's kinds take turns.
+        attempts: Number of attempts of each student at each fresh task.
+        references: Number of tasks that a teacher is shown for each proposal.
+        seed: Seed of the references, and of what kinds draw when they accept a proposal.
 
     Returns:
-        [`Payoff`]: The solve rates, `[T][S]`.
+        [`Payoff`]: The share of fresh tasks per teacher, `[T]`, and the solve rates, `[T][S]`.
+
+    Raises:
+        `ValueError`: If the referee has no kind for which a teacher can propose.
     """
     rng = random.Random(f"cross-play/{seed}")
     names = [name for name, kind in referee.kinds.items() if not kind.missing_for_proposals()]
@@ -191,8 +194,8 @@ class Contest:
     Args:
         args: Settings: kinds, lengths and sampling.
         model: The base with the adapters of all members.
-        names: By each member's name here, its name in its own run, with the run before it if there are several:
-            `"a student_0"`.
+        names: For each member's name here, its name in its own run. If there are several runs, the run stands before
+            the name: `"a student_0"`.
         referee, player, archive: What [`cross_play`] takes.
         teachers, students: Names of the members of each role.
     """
@@ -311,9 +314,9 @@ def _make_player_of_runs(
     args: PopuLoRAConfig,
     template_of: Mapping[str, str],
 ) -> Player:
-    """Makes a player that asks every member, and the base, with its own chat template, by name in `template_of`."""
+    """Makes a player that asks every member, and the base, with the chat template that `template_of` has for it."""
     players = {}
-    # A template decides which tokens end an answer, too. So each has a tokenizer and a player of its own.
+    # A template also decides which tokens end an answer. So each template has a tokenizer and a player of its own.
     for template in dict.fromkeys(template_of.values()):
         own = copy.deepcopy(tokenizer)
         own.chat_template = template
@@ -350,7 +353,7 @@ def _settings_of(saved: dict[str, Any], settings: dict[str, Any]) -> PopuLoRACon
     theirs = {name: first[name] for name in ("references_per_proposal", "inputs_per_function")}
     # Older files lack some of these.
     theirs |= {name: first[name] for name in ("max_completion_length", *SAMPLING) if name in first}
-    # What held for a population whose file does not have these settings yet.
+    # If a population's file lacks one of these settings, the population was trained with the value given here.
     asked = {"shots": 0, "reading": "strict", "prompt_texts": None}
     theirs |= {name: first.get(name, before) for name, before in asked.items()}
     return PopuLoRAConfig(

@@ -152,7 +152,7 @@ class HeldOut:
     Args:
         tables: The tasks, by the name of their table; `""` for a table that was given alone, without a name.
         attempts: Attempts per member and task.
-        batch: Rows that a rank generates at once; all its rows when `None`.
+        batch: Most rows that a rank generates at once; all its rows when `None`.
         seed: Seed of the samples. It is the same in every evaluation, so two evaluations differ only by the weights.
         base: The base's figures per table, measured once.
         rates: The last solve rate on the first table, by `name@version`.
@@ -259,7 +259,7 @@ class HeldOut:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` returned, for the tables whose tasks are still the same."""
-        asked = state.get("tasks")  # version 0.1 saved no digests
+        asked = state.get("tasks")  # version 0.1 saved no digests: then all tables count as the same
         same = [name for name, tasks in self.tables.items() if asked is None or asked.get(name) == _digest(tasks)]
         if len(same) < len(self.tables):
             logger.warning(

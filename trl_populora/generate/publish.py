@@ -40,10 +40,12 @@ VERSIONS_KEPT = 3
 
 def count_adapters(members: int) -> tuple[int, int]:
     """
-    Counts the adapters for which vLLM needs room in host memory (`max_cpu_loras`): at the least, and better.
+    Counts the adapters for which vLLM needs room in host memory (`max_cpu_loras`). Returns the least number that works
+    and a better one.
 
-    While a member is published, there are one version of each member, this member's next version, and the base's
-    adapter of zeros. A server keeps all former versions until it needs their room.
+    The least number: while a member is published, there are one version of each member, this member's next version,
+    and the base's adapter of zeros. The better number: a server keeps former versions until it needs their room, so
+    there is room for two versions of each member.
     """
     return members + 2, 2 * members + 1
 
@@ -95,7 +97,7 @@ class ChangeDetector:
         return torch.stack(sums).tolist()  # one copy from the GPU for all tensors of a member
 
     def _factors(self, count: int, device: torch.device) -> torch.Tensor:
-        """Returns the first `count` factors, int64 and odd; draws them again only for more or another device."""
+        """Returns the first `count` factors, int64 and odd. Draws anew only if more are needed, or another device."""
         if self._weights.numel() < count or self._weights.device != device:
             generator = torch.Generator().manual_seed(0)
             largest = torch.iinfo(torch.long)
@@ -187,7 +189,7 @@ def _lock_shelf(root: Path, create: int = 0) -> int:
 
 def _remove_shelf(root: str, lock: int, owner: int) -> None:
     """Removes a shelf and frees its lock, in the process that owns it."""
-    # A forked child runs the exit handlers of its parent.
+    # A forked child runs the exit handlers of its parent, too, and must not remove the parent's shelf.
     if os.getpid() != owner:
         return
     shutil.rmtree(root, ignore_errors=True)

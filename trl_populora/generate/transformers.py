@@ -51,8 +51,8 @@ logger = logging.getLogger(__name__)
 
 # Tokens of a round. A longer round computes ended rows for longer, and a shorter one calls `generate` more often.
 ROUND = 8
-# Prompts are read in parts of one prompt, or of more with at most an eighth of the tokens that the cache may hold. In
-# a 7B model a token takes 4 to 5 times as much memory while it is read as it takes in the cache.
+# With `cache_tokens`, prompts are read in parts. A part has at most an eighth of the tokens that the cache may hold,
+# or it is a single prompt. In a 7B model a token takes 4 to 5 times as much memory while it is read as in the cache.
 READ_SHARE = 8
 # Types of decoder layers from whose cache single rows can be taken.
 _SELECTABLE = {"full_attention", "sliding_attention"}
@@ -71,7 +71,7 @@ _FROM_THE_PROMPT = (
 
 
 def why_no_rounds(model: PretrainedConfig, sampling: GenerationConfig, sharded: bool) -> str:
-    """Says why `generate` has to make all tokens in one call; empty if rounds do the same."""
+    """Says why `generate` has to make all tokens in one call; empty if rounds can make them."""
     layers = set(getattr(model.get_text_config(), "layer_types", None) or ())
     looking = [name for name in _FROM_THE_PROMPT if getattr(sampling, name, None)]
     if sharded:
@@ -215,7 +215,7 @@ def complete(
 
 
 def _divide_by_row(temperatures: Sequence[float | None], device: torch.device) -> LogitsProcessorList:
-    """Makes the processor that divides each row's scores by its temperature; none where all rows have one."""
+    """Makes the processor that divides each row's scores by its temperature; none if all rows have the same."""
     if len({*temperatures}) == 1:
         return LogitsProcessorList()
     divisors = torch.tensor(temperatures, device=device)[:, None]
@@ -338,7 +338,7 @@ class FixedLayer(DynamicLayer):
 
     Args:
         layer: Keys and values of the prompts, each `[N, heads, L, D]`.
-        prompts: Number of each row's prompt, `[R]`.
+        prompts: Which of the N prompts each row has, `[R]`.
         place: Where the next token is written, `[1]`. The owner of the tensor moves it on.
         length: Full length of the layer, in tokens.
     """
@@ -455,8 +455,8 @@ def _attend(
 LOOK = 8  # every so many tokens it is checked whether all rows have ended; the check waits for the GPU
 FREE_SHARE = 0.8  # the part of the free memory that the cache may take; scores and prompts need the rest
 _ALIGNED = 8  # the full length is a multiple of this: SDPA's kernels copy masks of other lengths
-_ATTENTIONS = {"sdpa", "eager"}  # the implementations that take our mask unchanged
-_LOOKING_ROPES = {"dynamic", "longrope"}  # their frequencies depend on the length of the longest row
+_ATTENTIONS = {"sdpa", "eager"}  # the implementations of attention that take our mask unchanged
+_LOOKING_ROPES = {"dynamic", "longrope"}  # types of RoPE whose frequencies depend on the longest row
 # Options of sampling that `_make_processors` applies, and options that do not change scores. With any other option
 # tokens come from `generate`.
 _KNOWN = {"do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
@@ -542,9 +542,9 @@ def generate_with_graph(
         cache: The cache of the prompts without their last token. It is emptied.
         ids: Prompts, `[N, P]`, padded on the left.
         mask: 0 where a prompt is padded, else 1, `[N, P]`.
-        prompts: Number of each row's prompt, `[R]`.
+        prompts: Which of the N prompts each row has, `[R]`.
         sampling: How to sample. `max_new_tokens`, `eos_token_id` and `pad_token_id` have to be set.
-        before: What is applied to the scores before what `sampling` asks for.
+        before: Processors of the scores that run before those of `sampling`.
 
     Returns:
         Token ids of the completions, `[R, T]`. Tokens behind a row's end token mean nothing.

@@ -102,8 +102,8 @@ class PopulationGeneration(VLLMGeneration):
         self._modules_checked = False
         self._count = 0
         super().__init__(model, **kwargs)
-        # All ranks use the main process's draw. It goes into adapter names, which one server may get from several
-        # runs.
+        # A random id of the run, the main process's on all ranks. It is part of adapter names, because one server may
+        # serve several runs.
         self._run = gather_object([uuid.uuid4().hex[:8]])[0]
 
     @property
@@ -117,7 +117,7 @@ class PopulationGeneration(VLLMGeneration):
             from .engine import RoutedLLM
 
             names = {"LLM": partial(RoutedLLM, routed_arguments=self._choose_engine_arguments())}
-            # TRL would choose the same port for all runs that start on a machine at once.
+            # TRL would choose the same `MASTER_PORT` for all runs that start on a machine at once.
             os.environ["MASTER_PORT"] = os.environ.get("MASTER_PORT") or str(get_free_port())
         with _replace_in_trl(names):
             super()._init_vllm()
@@ -131,7 +131,7 @@ class PopulationGeneration(VLLMGeneration):
             {
                 "enable_lora": True,
                 "max_loras": count,
-                # vLLM refuses fewer in host memory than on the device.
+                # vLLM refuses room for fewer adapters in host memory than on the device.
                 "max_cpu_loras": max(publish.count_adapters(count)[1], self.engine_kwargs.get("max_loras") or 0),
                 "max_lora_rank": find_permitted_rank(config),
                 # By itself vLLM casts an fp32 base to bf16. Its log-probabilities would then differ from the
@@ -154,7 +154,7 @@ class PopulationGeneration(VLLMGeneration):
         # After a piece of a prompt vLLM moves the row's random generator back. On a CPU torch cannot do that.
         trained_on = self.model.get_base_model().config.get_text_config().max_position_embeddings
         longest = self.max_model_length or trained_on
-        return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(4096, longest)}  # 4096 is TRL's
+        return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(4096, longest)}  # 4096 as in TRL
 
     def find_context_length(self) -> int:
         """Asks vLLM how many tokens a prompt and its completion may have together. Collective."""
@@ -204,7 +204,7 @@ class PopulationGeneration(VLLMGeneration):
             try:
                 self._publish(changed)
             except Exception:
-                # What failed must be published and probed again, if the caller goes on at all.
+                # If the caller goes on, the next call publishes and probes all members again.
                 self._detector.forget()
                 raise
 
@@ -258,7 +258,7 @@ class PopulationGeneration(VLLMGeneration):
         return adapter
 
     def _check_modules(self, factors: Mapping[str, torch.Tensor], config: LoraConfig) -> None:
-        """Lets the servers answer with adapters that each adapt one kind of module alone, such as all `q_proj`."""
+        """Checks that the servers use adapters of modules of one name alone, such as all `q_proj`, name by name."""
         generator = torch.Generator().manual_seed(0)
         kinds: dict[str, dict[str, torch.Tensor]] = {}
         for key, value in factors.items():
@@ -268,7 +268,7 @@ class PopulationGeneration(VLLMGeneration):
             kinds.setdefault(_name_module(key).rpartition(".")[2], {})[key] = drawn
         first = next(iter(kinds.values()))
         nothing = {key: torch.zeros_like(value) for key, value in first.items()}
-        self._count += 1  # a check that failed and is made again needs names of its own
+        self._count += 1  # if the check fails and is made again, its adapters need new names
         probes = [
             self._load(Published(name, f"{name}-{self._run}-{self._count}", self._count), values, config)
             for name, values in {"nothing": nothing, **kinds}.items()
@@ -380,8 +380,8 @@ def _name_module(key: str) -> str:
 
 @contextmanager
 def _replace_in_trl(names: dict[str, Callable]) -> Iterator[None]:
-    """Replaces callables in the module of TRL's `_init_vllm` inside the block: `VLLMClient` or `LLM`."""
-    # TRL offers no way to choose these classes.
+    """Replaces `VLLMClient` or `LLM` in TRL's module inside the block. TRL's `_init_vllm` calls the replacement."""
+    # TRL offers no option to choose these classes.
     originals = {name: getattr(vllm_generation, name) for name in names}
     vars(vllm_generation).update(names)
     try:
@@ -412,11 +412,11 @@ def make_vllm_generation(
     """
     Makes a trainer's vLLM generation.
 
-    Before this call, TRL's constructor has to run with `use_vllm` switched off: else it would start an engine without
-    adapters.
+    Before this call, the constructor of TRL's trainer has to run with `use_vllm` switched off: else it would start an
+    engine without adapters.
 
     Args:
-        args: The run's settings. Each argument of TRL's class that is an option gets the value set here.
+        args: The run's settings. Each argument of `VLLMGeneration` that is an option gets the option's value.
         accelerator: The trainer's accelerator.
         tokenizer: The trainer's tokenizer.
         ends: Token ids that end a completion.

@@ -98,7 +98,7 @@ def export_member(
 
 
 def _merge_into_base(saved: dict, directory: Path) -> None:
-    """Writes the base with the adapter of a directory merged into it, in place of the adapter."""
+    """Merges the adapter in a directory into the base, and puts the merged model in place of the adapter's files."""
     if saved.get("base_quantization"):
         logger.warning("Training ran on a quantised base. The merge takes the base without quantization.")
     revision = saved.get("settings", {}).get("base_revision", "main")

@@ -73,7 +73,7 @@ class Uploads:
         self.begun: list[Future] = []
 
     def explain_hub_errors(self, repo: str | None = None) -> AbstractContextManager:
-        """Calls the function `explain_hub_errors` with repository and directory of this run."""
+        """Calls the function `explain_hub_errors` for this run; without `repo`, for the run's own repository."""
         return explain_hub_errors(repo or self.args.hub_model_id or self.run.name, self.args.output_dir)
 
     @property
@@ -204,7 +204,7 @@ def push_run(run: str | Path, repo: str, token: str | None = None, private: bool
         `str`: URL of the commit.
 
     Raises:
-        `ValueError`: If the directory holds no saved population, lacks an adapter, or mixes different steps.
+        `ValueError`: If the directory holds no saved population, lacks an adapter, or has files of different steps.
         `RuntimeError`: If the upload fails. The message says why, and how to complete it.
     """
     root = Path(run)

@@ -97,7 +97,7 @@ class Route:
         return self.keep(("order", device), lambda: torch.tensor(self._order, dtype=torch.long).to(device))
 
     def factor_tensor(self, device: torch.device) -> torch.Tensor:
-        """Returns the gradient factors in fp32, shape `[N, 1, 1]`. They multiply the gradients `[N, ., .]` of stacks."""
+        """Returns the gradient factors in fp32, `[N, 1, 1]`. They multiply the gradients of stacks, `[N, ., .]`."""
         return self.keep(("factors", device), lambda: torch.tensor(self.factors).view(-1, 1, 1).to(device))
 
     def keep(self, key: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
