@@ -20,7 +20,7 @@ from trl_populora.tasks import STYLES, Proposal, Refusal, Reject, Task, TaskArch
 from trl_populora.tasks.kind import measure_complexity
 
 
-TEXTS = 1000  # mangled texts
+TEXTS = 1000  # number of mangled texts that the kind must read
 RUNS = 100  # most proposals that the sandbox runs, and most answers to one task that are graded
 SECONDS = 5  # within which the kind must read one text twice
 # Texts that break parsers: control characters, numbers that Python reads and others do not, tags, unfinished fences,

@@ -67,7 +67,7 @@ class CrossPlayArguments:
     """Options of `populora crossplay`."""
 
     runs: list[str] = field(metadata={"help": "Directories of runs or of their checkpoints, or Hub names, or both."})
-    proposals: int = field(default=12, metadata={"help": "Proposals per teacher, the kinds in rotation."})
+    proposals: int = field(default=12, metadata={"help": "Number of proposals per teacher; the kinds take turns."})
     attempts: int = field(default=4, metadata={"help": "Attempts of every student at every fresh valid proposal."})
     tasks: str | None = field(
         default=None, metadata={"help": "More tasks, which every member solves; given as seed_tasks are."}
@@ -178,7 +178,7 @@ def cross_play(
         valid = [task for task in referee.judge(written, rng) if isinstance(task, Task)]
         own = TaskArchive()
         fresh = [task for task in valid if task not in archive and own.add(task)]
-        tasks, *_ = player.gather(fresh)  # each rank has sampled proposals of its own; all play those of rank 0
+        tasks, *_ = player.gather(fresh)  # each rank has sampled its own proposals; all ranks go on with rank 0's
         payoff.valid.append(len(tasks) / proposals)
         payoff.solved.append(
             [fmean(solve_rates(referee, player, name, tasks, attempts)) if tasks else math.nan for name in students]
@@ -297,7 +297,7 @@ def assemble(
             template_of[place.name] = templates[index]
     # 3. The referee, whose sandbox is started here, and the player.
     referee = start.make_referee(args, kinds, base, tokenizer)
-    with ExitStack() as failed:  # a start that fails here leaves no process
+    with ExitStack() as failed:  # if the start fails here, the sandbox is closed
         failed.callback(referee.sandbox.close)
         start.fit_into_context(referee, archive, None, make_free_token_counter(base, tokenizer, args))
         player = _make_player_of_runs(model, tokenizer, router, population.names, args, template_of)
@@ -351,7 +351,7 @@ def _settings_of(saved: dict[str, Any], settings: dict[str, Any]) -> PopuLoRACon
     """
     first, on_cpu = saved["settings"], not torch.cuda.is_available()
     theirs = {name: first[name] for name in ("references_per_proposal", "inputs_per_function")}
-    # Older files lack some of these.
+    # Older `population.json` files lack some of these settings.
     theirs |= {name: first[name] for name in ("max_completion_length", *SAMPLING) if name in first}
     # If a population's file lacks one of these settings, the population was trained with the value given here.
     asked = {"shots": 0, "reading": "strict", "prompt_texts": None}
@@ -370,7 +370,7 @@ def _settings_of(saved: dict[str, Any], settings: dict[str, Any]) -> PopuLoRACon
             "use_cpu": on_cpu,
             "bf16": not on_cpu,
             "report_to": [],
-            "teacher_baseline": "group",  # nothing is trained; "member" would warn of few proposals
+            "teacher_baseline": "group",  # nothing is trained; with "member" a run warns of few proposals
         }
         | {name: value for name, value in settings.items() if name != "model_init_kwargs"},
     )
@@ -417,7 +417,7 @@ def choose_prefixes(runs: Sequence[str]) -> list[str]:
     paths = [Path(run) for run in runs]
     one_sort = len({path.is_absolute() for path in paths}) == 1
     common = os.path.commonpath(paths) if one_sort else ""
-    if not common or Path(common) in paths:  # nothing is shared, or the path that all share is a run
+    if not common or Path(common) in paths:  # the runs share no folder, or the shared one is itself a run
         return [f"{run} " for run in runs]
     return [f"{path.relative_to(common)} " for path in paths]
 

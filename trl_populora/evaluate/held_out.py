@@ -234,7 +234,7 @@ class HeldOut:
             self.base[name] = {
                 key if key.startswith(f"{BASE_NAME}/") else f"{BASE_NAME}/{key}": value
                 for key, value in scores(base, tasks).items()
-                if key != "thinking_rate" and not key.startswith("solve_rate_")  # they would repeat `base/...`
+                if key != "thinking_rate" and not key.startswith("solve_rate_")  # would repeat the base's own figures
             }
         return figures | self.base[name]
 
@@ -314,7 +314,7 @@ def load_held_out(
     tables = {name: _read_table(_name_field(name), table, kinds) for name, table in named.items()}
     if not tables:
         raise ValueError("`eval_dataset` is an empty dict; name at least one table.")
-    batch = None if args.use_vllm else args.per_device_eval_batch_size  # vLLM schedules rows by itself
+    batch = None if args.use_vllm else args.per_device_eval_batch_size  # vLLM forms its own batches
     held_out = HeldOut(tables, args.num_generations_eval, batch, args.seed)
     if shared := [task for task in archive or () if task in held_out]:
         raise ValueError(

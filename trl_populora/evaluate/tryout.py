@@ -44,10 +44,10 @@ from trl_populora.tasks.dataset import build_archive
 from trl_populora.tasks.python.prompts import check_style
 
 
-ATTEMPTS = 4  # attempts at each task; only a group whose attempts differ has something to teach
-REFERENCES = 4  # archived tasks that a proposing teacher is shown
-BATCH = 48  # rows that are generated at once
-ROUNDING = 32  # the advised completion length is a multiple of this, in tokens
+ATTEMPTS = 4  # number of attempts at each task; only a group whose attempts differ has something to teach
+REFERENCES = 4  # number of archived tasks that a teacher is shown for a proposal
+BATCH = 48  # most rows that are generated at once
+ROUNDING = 32  # the advised completion length is a multiple of so many tokens
 
 
 @dataclass
@@ -73,15 +73,15 @@ class TryArguments:
     """
 
     model: str = field(metadata={"help": "Hub id or directory of a base, or 'tiny'."})
-    adapter: str | None = field(default=None, metadata={"help": "A LoRA adapter on the base, of a cold start."})
+    adapter: str | None = field(default=None, metadata={"help": "A LoRA adapter on the base; not with vllm."})
     task_kinds: list[str] = field(
         default_factory=lambda: ["code_o", "code_i", "code_f"], metadata={"help": "Kinds of task to try."}
     )
     prompt_style: str | None = field(default=None, metadata={"help": "Try only this prompt style."})
     samples: int = field(
-        default=8, metadata={"help": "Attempts and proposals of each kind in each prompt style; a multiple of 4."}
+        default=8, metadata={"help": "Attempts per kind and form, and proposals per kind and style; a multiple of 4."}
     )
-    max_completion_length: int = field(default=160, metadata={"help": "Tokens per completion."})
+    max_completion_length: int = field(default=160, metadata={"help": "Most tokens of a completion."})
     inputs_per_function: int | None = field(
         default=None, metadata={"help": "Inputs that a code_f proposal must give; 4, and 6 for 'tiny', when unset."}
     )
@@ -102,7 +102,7 @@ class TryArguments:
 
     @property
     def inputs(self) -> int:
-        """Inputs that a code_f proposal must give."""
+        """Number of inputs that a code_f proposal must give."""
         if self.inputs_per_function is None:
             return 6 if self.model == TINY else 4
         return self.inputs_per_function
@@ -318,7 +318,7 @@ def _pose_all(setups: Mapping[str, Setup], options: TryArguments) -> tuple[list[
     for form in [*([Form("turns", SHOTS)] if "turns" in setups else []), *map(Form, setups)]:
         try:
             questions += list(_pose(setups[form.style], form, options))
-        except ValueError as error:  # the prompt does not fit into the context, or the chat template refuses it
+        except ValueError as error:  # a prompt does not fit into the context, or the chat template refuses it
             left_out[form] = str(error)
     # Teachers are asked in the plain form of a style. If that cannot be tried, the style's other questions go as well.
     questions = [question for question in questions if Form(question.form.style) not in left_out]
@@ -411,8 +411,8 @@ def _judge(setup: Setup, questions: Sequence[Question], texts: Sequence[str]) ->
 # What `populora try` prints: a table of shares, one text for each sort of failure, and settings that fit.
 
 
-EXCERPT = 12  # most lines of a failed text that are shown
-LINE = 200  # most characters of a line
+EXCERPT = 12  # most lines that are shown of a completion that failed
+LINE = 200  # most characters that are shown of a line
 COOLER = 0.7  # temperature at which more answers of small bases can be read, see benchmarks/RESULTS.md
 
 

@@ -204,7 +204,7 @@ def _in_use(model: nn.Module, adapter: Published, lora: LoRAModel, layers: int |
     manager = model.lora_manager
     if manager.get_adapter(adapter.id) is not lora:
         return False
-    # The adapter waits in host memory.
+    # The adapter is not on the device: it waits in host memory.
     if adapter.id not in manager.lora_index_to_id:
         return True
     place = manager.lora_index_to_id.index(adapter.id)

@@ -32,7 +32,7 @@ from trl_populora.lora import members as lora_members
 
 
 SHARED_MEMORY = "/dev/shm"
-PREFIX = "populora-"  # the name of every shelf's directory begins with it
+PREFIX = "populora-"  # with it begins the name of every shelf's directory
 
 # For a moment a shelf holds the previous, the current and the next version of every member.
 VERSIONS_KEPT = 3
@@ -126,7 +126,7 @@ class AdapterShelf:
         self.root = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
         self._lock = _lock_shelf(self.root, os.O_CREAT)
         self._retired: deque[str] = deque()
-        # The process id goes along, because a forked child must not remove its parent's directory.
+        # `_remove_shelf` gets the process id, because a forked child must not remove its parent's directory.
         self.close = weakref.finalize(self, _remove_shelf, str(self.root), self._lock, os.getpid())
 
     def put(self, name: str, save: Callable[[Path], None]) -> str:
@@ -166,7 +166,7 @@ def sweep_shelves(parent: str) -> None:
     """Removes shelves that killed processes have left. No process holds the lock of such a shelf."""
     for root in Path(parent).glob(f"{PREFIX}*"):
         try:
-            if time.time() - root.stat().st_mtime < 60:  # its process may not have locked it yet
+            if time.time() - root.stat().st_mtime < 60:  # a new shelf's process may not have locked it yet
                 continue
             lock = _lock_shelf(root)
         except OSError:

@@ -26,9 +26,9 @@ from trl.generation.vllm_client import VLLMClient
 from .publish import Ask, Published, StaleAdapterError, count_adapters, merge_asks
 
 
-REQUESTS_AT_A_TIME = 64  # with seeds every ask is a request of its own
+REQUESTS_AT_A_TIME = 64  # most requests at a time: with seeds every ask is a request of its own
 PROBE = range(1, 9)  # the prompt of a probe: token ids that every vocabulary has
-HEALTH_TIMEOUT = 10.0  # seconds; a server that is up answers `/health` at once
+HEALTH_TIMEOUT = 10.0  # seconds to wait for an answer of `/health`, which a server that is up gives at once
 
 # The root mean square of the changes of a member's B. If B has changed by more, the member's log-probabilities change
 # in any precision. A server that then answers with the former log-probabilities, bit by bit, still has the former
@@ -190,7 +190,7 @@ class LoRAServer(VLLMClient):
         if response.status_code == 200:
             return
         reasons = f"answered {response.status_code}: {response.text}"
-        # A server without the endpoint answers 404, too, and does not speak of LoRA.
+        # A 404 that does not mention LoRA means that the server has no such endpoint.
         if response.status_code == 404 and "lora" not in response.text:
             reasons += ". It must run with `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1` (see `recipes/serve.sh`)"
         elif "lora_path" in payload:

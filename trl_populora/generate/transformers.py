@@ -454,7 +454,7 @@ def _attend(
 
 LOOK = 8  # every so many tokens it is checked whether all rows have ended; the check waits for the GPU
 FREE_SHARE = 0.8  # the part of the free memory that the cache may take; scores and prompts need the rest
-_ALIGNED = 8  # the full length is a multiple of this: SDPA's kernels copy masks of other lengths
+_ALIGNED = 8  # a FixedLayer's length is a multiple of this: SDPA's kernels copy masks of other lengths
 _ATTENTIONS = {"sdpa", "eager"}  # the implementations of attention that take our mask unchanged
 _LOOKING_ROPES = {"dynamic", "longrope"}  # types of RoPE whose frequencies depend on the longest row
 # Options of sampling that `_make_processors` applies, and options that do not change scores. With any other option
@@ -516,7 +516,7 @@ def can_record(base: PreTrainedModel, sampling: GenerationConfig, cache: Cache, 
 
 @functools.cache
 def _warn_once(reason: str) -> None:
-    # The question comes up in every step. The decorator's cache lets each reason be logged once.
+    # `can_record` finds the same reason in every step. The decorator's cache lets each reason be logged once.
     logger.warning("Tokens are generated without CUDA graphs, which takes several times as long: %s.", reason)
 
 
@@ -573,11 +573,11 @@ def generate_with_graph(
             else:
                 graph = graph or _record_pass(token_pass, stream)
                 graph.replay()
-            # Sampling stays outside the graph, because a repetition penalty reads texts, which grow.
+            # Sampling stays outside the graph, because a repetition penalty reads all tokens of a row, which grow.
             scores = processors(texts[:, :end], token_pass.scores.float())
             token = scores.softmax(-1).multinomial(1) if sampling.do_sample else scores.argmax(-1, keepdim=True)
             texts[:, end : end + 1] = token
-            token_pass.token.copy_(token)  # into the memory that the graph reads
+            token_pass.token.copy_(token)  # copied, because the graph reads this memory
             new = texts[:, width : end + 1]
             if new.shape[1] % LOOK == 0 and bool(torch.isin(new, ends).any(1).all()):
                 break

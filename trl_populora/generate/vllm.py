@@ -258,11 +258,14 @@ class PopulationGeneration(VLLMGeneration):
         return adapter
 
     def _check_modules(self, factors: Mapping[str, torch.Tensor], config: LoraConfig) -> None:
-        """Checks that the servers use adapters of modules of one name alone, such as all `q_proj`, name by name."""
+        """
+        Checks that the servers use what adapters add to every module: makes one adapter for all modules of one name,
+        such as `q_proj`, and compares the answers with it and without.
+        """
         generator = torch.Generator().manual_seed(0)
         kinds: dict[str, dict[str, torch.Tensor]] = {}
         for key, value in factors.items():
-            # Large enough to be seen in any precision, and small enough to leave the answer finite.
+            # The factors are large enough to be seen in any precision, and small enough to leave the answer finite.
             size = 0.1 if ".lora_B." in key else value.shape[1] ** -0.5
             drawn = size * torch.randn(value.shape, generator=generator)
             kinds.setdefault(_name_module(key).rpartition(".")[2], {})[key] = drawn
@@ -284,7 +287,7 @@ class PopulationGeneration(VLLMGeneration):
         """Makes the shelf when it is needed for the first time."""
         if self._shelf is None:
             size = sum(
-                4 * parameter.numel()  # bytes in fp32
+                4 * parameter.numel()  # a parameter has 4 bytes in fp32
                 for name in self.members
                 for parameter in lora_members.member_parameters(self.model, name).values()
             )
@@ -428,7 +431,7 @@ def make_vllm_generation(
     settings = {name: getattr(args, option) for name, option in named.items() if option in options}
     settings |= {
         "max_num_seqs": args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation,
-        "logprobs": 0,  # of the sampled token only; the importance sampling correction needs no other
+        "logprobs": 0,  # the sampled token's only: the importance sampling correction needs no other
         "generation_kwargs": make_vllm_kwargs(args.generation_kwargs, ends),
     }
     return PopulationGeneration(

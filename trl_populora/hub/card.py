@@ -405,7 +405,7 @@ def format_archive_card(path: Path, population: Mapping[str, Any], repo: str) ->
     )
 
 
-# Arrow's names of types, and the Hub viewer's names.
+# For Arrow's name of a type, the Hub viewer's name.
 _TYPES = {"string": "string", "int64": "int64", "double": "float64"}
 
 

@@ -25,7 +25,7 @@ from trl_populora.run.read import digest_weights
 
 
 RESULTS = ".eval_results"
-OURS = f"{RESULTS}/populora_*.yaml"  # other files in this folder belong to somebody else and stay
+OURS = f"{RESULTS}/populora_*.yaml"  # the package's own files; others in this folder stay
 EVALUATION = "evaluation.json"
 METRIC = "pass@1"  # share of right answers; a question with several samples counts with the mean of its samples
 

@@ -20,7 +20,7 @@ from trl_populora.run.saved_population import check_one_moment
 
 logger = logging.getLogger(__name__)
 
-# `population.json`, the adapters, and all files that a tokenizer may consist of.
+# What an export downloads: `population.json`, the adapters, and all files that a tokenizer may consist of.
 _WANTED = (POPULATION_FILE, "members/*", "*token*", "chat_template*", "vocab*", "merges*")
 
 
@@ -55,8 +55,8 @@ def export_member(
         member: Name of the member; the best student by default.
         merge: Whether to write a whole model instead of an adapter. The model has the dtype in which the base is
             saved. A member that was trained on a quantised base is merged into the base without quantization.
-        merge_students: Whether to write the mean of what all students add to the base. As an adapter, the mean has the
-            sum of their ranks.
+        merge_students: Whether to write the mean of what all students add to the base. The rank of that adapter is the
+            sum of the students' ranks.
 
     Returns:
         `str`: The member's name, or "mean of the students".

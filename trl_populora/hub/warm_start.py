@@ -165,10 +165,10 @@ def _start_from_population(root: Path, model: torch.nn.Module, population: Popul
         for member in sorted(population.role(role), key=lambda m: m.settings.get("lora_r", shape.lora["r"])):
             rank = member.settings.get("lora_r", shape.lora["r"])
             fitting = [m for m in ranked if m.get("settings", {}).get("lora_r", saved["lora"]["r"]) <= rank]
-            # Of those that were taken least often, the best. Where none fits, `write_adapter` says so.
+            # The source is the best of those that were taken least often. If none fits, `write_adapter` raises.
             source: dict[str, Any] = min(fitting or ranked, key=lambda m: taken[m["name"]])
             adapter, found = population.adapter(member.name), root / source["adapter"]
-            if "lora_r" in {*source.get("settings", {}), *member.settings}:  # the two may differ in rank or alpha
+            if "lora_r" in {*source.get("settings", {}), *member.settings}:  # their ranks or alphas may differ
                 write_adapter(model, adapter, found, shape)
             else:
                 write_member_file(model, adapter, found / "adapter_model.safetensors")

@@ -170,7 +170,7 @@ def fold_into(
                 f"it is for another base: at {module!r} it maps {a.shape[1]} to {b.shape[0]} features, the members "
                 f"{own[key].shape[1]} to {own[other].shape[0]}."
             )
-        # The member multiplies by its own scaling in every forward. B makes up for the difference.
+        # The member multiplies by its own scaling in every forward. So B is multiplied by the ratio of the scalings.
         ratio = find_scaling(given_config, module)[2] / find_scaling(own_config, module)[2]
         factors[key], factors[other] = own[key].clone(), torch.zeros_like(own[other])
         factors[key][:rank], factors[other][:, :rank] = a, ratio * b

@@ -344,7 +344,7 @@ class _Stack(torch.autograd.Function):
         if ctx.scale is not None and ctx.present:
             grad = grad * ctx.scale.to(grad.dtype)
         slices = dict(zip(ctx.present, grad.unbind(), strict=True)) if ctx.present else {}
-        zero = grad.new_zeros(()).expand(grad.shape[1:])  # one number seen as a matrix: takes no memory
+        zero = grad.new_zeros(()).expand(grad.shape[1:])  # a view of one zero as a matrix: takes no memory
         needed = enumerate(ctx.needs_input_grad[2:])
         return (None, None, *(slices.get(i, zero) if need else None for i, need in needed))
 
@@ -393,7 +393,8 @@ def add_members(
             torch.default_generator.manual_seed(seed)
             if position == 0:
                 peft_model = get_peft_model(model, member_config, name, autocast_adapter_dtype=autocast_adapter_dtype)
-                # PEFT has turned "all-linear" into names. Asked again, it would find the new `lora_A` and `lora_B`.
+                # PEFT has turned "all-linear" into names of modules. The next members get these names: with
+                # "all-linear" PEFT would now find the new `lora_A` and `lora_B`, too.
                 config.target_modules = member_config.target_modules
                 config.base_model_name_or_path = member_config.base_model_name_or_path
             else:
@@ -459,7 +460,7 @@ def _check_coverage(model: PeftModel, all_linear: bool) -> None:
     for layer in layers:
         for known in (layer.get_base_layer().weight, *layer.lora_A.parameters(), *layer.lora_B.parameters()):
             others.pop(id(known), None)
-    # By features: a quantised weight packs several numbers into one element.
+    # Weights are counted by features, not by elements: a quantised weight packs several numbers into one element.
     adapted = sum(layer.in_features * layer.out_features for layer in layers)
     share = adapted / max(1, adapted + sum(map(_count_elements, others.values())))
     if all_linear and share < 0.5:

@@ -424,8 +424,8 @@ def set_learning_rate(optimizer: Any, scheduler: Any, name: str, rate: float) ->
     # A schedule multiplies the rates of all groups by the same share. A group whose rate is 0 does not show the share.
     shares = [each["lr"] / each["initial_lr"] for each in groups if each.get("initial_lr")]
     groups[place]["initial_lr"], groups[place]["lr"] = rate, rate * (shares[0] if shares else 1.0)
-    schedule = getattr(scheduler, "scheduler", scheduler)  # without accelerate's wrapper
-    if hasattr(schedule, "base_lrs"):  # `ReduceLROnPlateau` has none
+    schedule = getattr(scheduler, "scheduler", scheduler)  # taken out of accelerate's wrapper
+    if hasattr(schedule, "base_lrs"):  # `ReduceLROnPlateau` has no base rates
         schedule.base_lrs[place] = rate
 
 
@@ -488,7 +488,7 @@ def clip_member_grad_norms(
     if is_zero_parameter(first):
         torch.distributed.all_reduce(squares)
     norms = squares.sqrt() / loss_scale
-    # 1e-6 as in `torch.nn.utils.clip_grad_norm_`
+    # 1e-6 keeps the division finite, as in `torch.nn.utils.clip_grad_norm_`
     factors = (max_norm / (norms + 1e-6)).clamp(max=1.0) if max_norm > 0 else torch.ones_like(norms)
     for name, norm, factor in zip(names, norms.tolist(), factors.tolist(), strict=True):
         for gradient in gradients[name]:
@@ -663,7 +663,7 @@ class MemberClipper:
 
 def _offloads_gradients(optimizer) -> bool:
     """Says whether ZeRO keeps optimizer state and gradients on the CPU."""
-    # The first attribute is that of stages 1 and 2, the second that of stage 3.
+    # Optimizers of stages 1 and 2 have the first attribute, those of stage 3 the second.
     return bool(getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False))
 
 
