@@ -70,7 +70,7 @@ class CrossPlayArguments:
     proposals: int = field(default=12, metadata={"help": "Number of proposals per teacher; the kinds take turns."})
     attempts: int = field(default=4, metadata={"help": "Attempts of every student at every fresh valid proposal."})
     tasks: str | None = field(
-        default=None, metadata={"help": "More tasks, which every member solves; given as seed_tasks are."}
+        default=None, metadata={"help": "More tasks, which every member attempts; given as seed_tasks are."}
     )
     task_kinds: list[str] | None = field(
         default=None, metadata={"help": "Kinds that all play; those of the first run by default, if built in."}

@@ -217,7 +217,7 @@ class HeldOut:
         bar: str,
         untrained: Container[str],
     ) -> dict[str, float]:
-        """Scores the students, and the base if need be, on one table."""
+        """Scores the students on one table. Scores the base, too, if it has no scores yet or a student needs them."""
         tasks = self.tables[name]
 
         def tries_of(names: Sequence[str]) -> dict[str, list[list[Tried]]]:

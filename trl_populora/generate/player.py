@@ -179,7 +179,7 @@ def _find_end_of_turn(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mappi
     turn = [{"role": "user", "content": "asked"}, {"role": "assistant", "content": said}]
     try:
         text = tokenizer.apply_chat_template(turn, tokenize=False, **template_kwargs)
-    except TemplateError:  # the template refuses a turn of the assistant
+    except TemplateError:  # some templates refuse a turn of the assistant
         return []
     after = tokenizer.encode(text.rpartition(said)[2].lstrip(), add_special_tokens=False)
     special = {*tokenizer.all_special_ids, *(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)}
@@ -196,7 +196,7 @@ def warn_of_unknown(generation_kwargs: Mapping[str, Any] | None) -> None:
 
 
 def make_vllm_kwargs(generation_kwargs: Mapping[str, Any] | None, ends: Sequence[int]) -> dict[str, Any]:
-    """Makes vLLM's sampling options: the user's, with all end tokens as stops."""
+    """Makes vLLM's sampling options: the user's, but with `ends` in place of the user's stops."""
     # By itself the engine stops only at the end tokens that the base's own files name.
     given = {name: value for name, value in (generation_kwargs or {}).items() if name not in STOPS}
     return given | {"stop_token_ids": list(ends)}

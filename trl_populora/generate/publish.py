@@ -32,7 +32,7 @@ from trl_populora.lora import members as lora_members
 
 
 SHARED_MEMORY = "/dev/shm"
-PREFIX = "populora-"  # with it begins the name of every shelf's directory
+PREFIX = "populora-"  # the beginning of the name of every shelf's directory
 
 # For a moment a shelf holds the previous, the current and the next version of every member.
 VERSIONS_KEPT = 3
@@ -94,7 +94,7 @@ class ChangeDetector:
             aligned = flat.numel() * size % 8 == 0 and flat.storage_offset() * size % 8 == 0
             bits = flat.view(integers[8 if aligned else size])
             sums.append((bits * self._factors(bits.numel(), bits.device)).sum())
-        return torch.stack(sums).tolist()  # one copy from the GPU for all tensors of a member
+        return torch.stack(sums).tolist()  # so that one copy from the GPU brings the sums of all tensors
 
     def _factors(self, count: int, device: torch.device) -> torch.Tensor:
         """Returns the first `count` factors, int64 and odd. Draws anew only if more are needed, or another device."""

@@ -77,7 +77,7 @@ def why_no_rounds(model: PretrainedConfig, sampling: GenerationConfig, sharded: 
     if sharded:
         return "ranks that hold parts of the base meet in every forward"
     if not layers <= _SELECTABLE:
-        return f"the cache of {', '.join(sorted(layers - _SELECTABLE))} layers does not give rows away"
+        return f"the cache of {', '.join(sorted(layers - _SELECTABLE))} layers does not let single rows go"
     if sampling.cache_implementation:
         return f"`cache_implementation={sampling.cache_implementation}` names a cache of transformers' own"
     if sampling.use_cache is False:
@@ -95,8 +95,8 @@ def check_parts(tokens: int | None, sharded: bool) -> None:
     if tokens is not None and sharded:
         raise ValueError(
             f"`generation_tokens={tokens}` is not supported with ZeRO-3 and FSDP: ranks that hold parts of the base "
-            "meet in every forward, and each would make as many as its own rows need. Leave it unset, or use ZeRO-2 "
-            "or DDP."
+            "meet in every forward, and each would make as many forwards as its own rows need. Leave it unset, or use "
+            "ZeRO-2 or DDP."
         )
 
 

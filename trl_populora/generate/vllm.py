@@ -224,7 +224,7 @@ class PopulationGeneration(VLLMGeneration):
             if self.backend is not None and member in self.published:
                 self.backend.unload(self.published[member])
             self.published[member] = adapter
-        # The order keeps the directories that were replaced just now, and removes those of the time before.
+        # First the directories go that the previous publication replaced. Those replaced just now stay until the next.
         if self._shelf is not None:
             self._shelf.sweep_retired()
             for path in retired:

@@ -160,7 +160,7 @@ def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, d
     Args:
         root: The directory. It holds `population.json`, and may hold `lineage.jsonl`, `evaluation.json` and
             `plots/*.png`.
-        name: Name of the repository, best as `user/name`. The part after the slash becomes the title.
+        name: Name of the repository, preferably `user/name`. The part after the slash becomes the title.
         tags: Added to the package's tags.
         details: Further metadata. Only `license`, `language` and `datasets` are used.
     """

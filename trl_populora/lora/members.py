@@ -493,7 +493,7 @@ def clip_member_grad_norms(
     for name, norm, factor in zip(names, norms.tolist(), factors.tolist(), strict=True):
         for gradient in gradients[name]:
             if not math.isfinite(norm):
-                gradient.zero_()  # not `mul_`: NaN times 0 is NaN
+                gradient.zero_()  # multiplying by 0 would leave NaN
             elif max_norm > 0:
                 gradient.mul_(factor)
     return dict(zip(names, norms.tolist(), strict=True))
@@ -671,7 +671,8 @@ def _forget_overflow(engine, names: Sequence[str]) -> None:
     """
     Lets ZeRO step although members had gradients that are not finite, which are zero by now.
 
-    With offload ZeRO measures gradients when it moves them to the CPU. Otherwise it looks at them within its step.
+    With offload ZeRO measures gradients when it moves them to the CPU, and so before they are zeroed. Without offload
+    it measures them within its step.
     """
     optimizer = engine.optimizer
     optimizer.local_overflow = False
