@@ -89,7 +89,7 @@ def _is_of(found: dict[str, Any], root: Path, best: dict[str, Any]) -> bool:
     Says whether the benchmarks measured the best student's weights that lie in `root`. An equal step does not prove
     it: a second `train()` counts steps anew.
     """
-    weights = found.get("weights", {}).get(best["name"])  # a digest; early versions wrote none, and are believed
+    weights = found.get("weights", {}).get(best["name"])  # a digest; scores of early versions, which wrote none, count
     return weights is None or ((root / best["adapter"]).exists() and digest_weights(root / best["adapter"]) == weights)
 
 

@@ -88,7 +88,7 @@ class Uploads:
     def start(self, checkpoint: Path, repo: str, step: int) -> None:
         """Starts to upload the run as it is in a checkpoint, in the background."""
         self._drop_ended(repo)
-        # Copies may go once no upload reads them. A copy of a killed run may be among them.
+        # If no upload reads the frozen copies, they are removed. A copy of a killed run may be among them.
         if not self.begun:
             shutil.rmtree(self.run / STAGES, ignore_errors=True)
         stage = make_stage(self.run, checkpoint, self.args.hub_strategy)
