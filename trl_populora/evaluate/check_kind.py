@@ -1,7 +1,7 @@
 """Tests a kind of task without a model: in a test of your own, or as `populora check-kind`.
 
-A run would meet a fault of the kind hours after its start, in a text that some model happens to write. So this plays
-the part of the model: it hands the kind more than a thousand texts, most of them mangled.
+A run would meet a fault of the kind hours after its start, in a text that some model happens to write. So this file
+plays the part of the model: it hands the kind more than a thousand texts, most of them mangled.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from trl_populora.tasks import STYLES, Proposal, Refusal, Reject, Task, TaskArch
 from trl_populora.tasks.kind import measure_complexity
 
 
-TEXTS = 1000  # mangled texts
-RUNS = 100  # most readable texts that are also run, or graded as answers to one task
-SECONDS = 5  # for the kind to read one text twice
+TEXTS = 1000  # number of mangled texts that the kind must read
+RUNS = 100  # most proposals that the sandbox runs, and most answers to one task that are graded
+SECONDS = 5  # within which the kind must read one text twice
 # Texts that break parsers: control characters, numbers that Python reads and others do not, tags, unfinished fences,
 # and in the last line inputs of a size or depth at which a careless parser is slow or overflows the stack.
 HOSTILE = ["", " ", "\x00", "\ud800", "²", "İ", "-0", "1e999", "nan", "1_0", "<think>", "<|im_end|>", "```python\n"]
@@ -89,7 +89,10 @@ def check_kind(kind: TaskKind, tasks: Sequence[Task] = (), say: Callable[[str], 
 
 
 def _find_gaps(kind: TaskKind, tasks: Sequence[Task], missing: Sequence[str]) -> list[str]:
-    """Finds what keeps a kind that does not propose from being played: half of a proposal's methods, or no task."""
+    """
+    Finds what keeps a kind from being played: it has some methods of a proposal but not all four, or it has none of
+    them and no task of the kind is given.
+    """
     if 0 < len(missing) < 4:
         return [f"{', '.join(f'`{name}`' for name in missing)} missing: teachers need all four methods of a proposal"]
     if missing and not any(task.kind == kind.name for task in tasks):
@@ -122,8 +125,8 @@ def _read_twice(kind: TaskKind, problems: dict, method: str, texts: Sequence[str
     """
     Lets the kind read each text twice; returns the texts that it could read.
 
-    Notes a problem if the two readings differ, because a run reads a text more than once. Also if a reading raises, or
-    if both take more than `SECONDS`.
+    Notes a problem if the two readings differ, because a run reads a text more than once. Also notes one if a reading
+    raises, or if both together take more than `SECONDS`.
 
     Args:
         kind: The kind.
@@ -166,8 +169,8 @@ def _judge_given(kind: TaskKind, task: Task, referee: Referee, written: str) -> 
 
 
 def _check_estimates(kind: TaskKind, task: Task, referee: Referee) -> None:
-    """Checks the estimates that a run asks for about a task."""
-    # A run logs a method that raises and goes on without its estimate. Called directly it raises here.
+    """Checks what a run asks a kind about a task: `chance`, `guesses`, `copies`, `complexity` and `features`."""
+    # If one of these methods raises in a run, the run logs it and goes on without its value. Called here, it raises.
     for method in ("chance", "guesses", "copies", "complexity"):
         getattr(kind, method)(task)
     if not 0 <= (chance := referee.chances([task])[0]) <= 1:

@@ -67,10 +67,10 @@ class CrossPlayArguments:
     """Options of `populora crossplay`."""
 
     runs: list[str] = field(metadata={"help": "Directories of runs or of their checkpoints, or Hub names, or both."})
-    proposals: int = field(default=12, metadata={"help": "Proposals per teacher, the kinds in rotation."})
+    proposals: int = field(default=12, metadata={"help": "Number of proposals per teacher; the kinds take turns."})
     attempts: int = field(default=4, metadata={"help": "Attempts of every student at every fresh valid proposal."})
     tasks: str | None = field(
-        default=None, metadata={"help": "More tasks, which every member solves; given as seed_tasks are."}
+        default=None, metadata={"help": "More tasks, which every member attempts; given as seed_tasks are."}
     )
     task_kinds: list[str] | None = field(
         default=None, metadata={"help": "Kinds that all play; those of the first run by default, if built in."}
@@ -149,13 +149,16 @@ def cross_play(
         player: Generates.
         archive: References are drawn from it.
         teachers, students: Names of the members that play.
-        proposals: Proposals per teacher. The referee's kinds take turns.
-        attempts: Attempts of each student at each fresh task.
-        references: Tasks that a proposing teacher is shown.
-        seed: Chooses the references, and whatever kinds draw when they accept a proposal.
+        proposals: Number of proposals per teacher. The referee's kinds take turns.
+        attempts: Number of attempts of each student at each fresh task.
+        references: Number of tasks that a teacher is shown for each proposal.
+        seed: Seed of the references, and of what kinds draw when they accept a proposal.
 
     Returns:
-        [`Payoff`]: The solve rates, `[T][S]`.
+        [`Payoff`]: The share of fresh tasks per teacher, `[T]`, and the solve rates, `[T][S]`.
+
+    Raises:
+        `ValueError`: If the referee has no kind for which a teacher can propose.
     """
     rng = random.Random(f"cross-play/{seed}")
     names = [name for name, kind in referee.kinds.items() if not kind.missing_for_proposals()]
@@ -175,7 +178,7 @@ def cross_play(
         valid = [task for task in referee.judge(written, rng) if isinstance(task, Task)]
         own = TaskArchive()
         fresh = [task for task in valid if task not in archive and own.add(task)]
-        tasks, *_ = player.gather(fresh)  # each rank has sampled proposals of its own; all play those of rank 0
+        tasks, *_ = player.gather(fresh)  # each rank has sampled its own proposals; all ranks go on with rank 0's
         payoff.valid.append(len(tasks) / proposals)
         payoff.solved.append(
             [fmean(solve_rates(referee, player, name, tasks, attempts)) if tasks else math.nan for name in students]
@@ -191,8 +194,8 @@ class Contest:
     Args:
         args: Settings: kinds, lengths and sampling.
         model: The base with the adapters of all members.
-        names: By each member's name here, its name in its own run, with the run before it if there are several:
-            `"a student_0"`.
+        names: For each member's name here, its name in its own run. If there are several runs, the run stands before
+            the name: `"a student_0"`.
         referee, player, archive: What [`cross_play`] takes.
         teachers, students: Names of the members of each role.
     """
@@ -294,7 +297,7 @@ def assemble(
             template_of[place.name] = templates[index]
     # 3. The referee, whose sandbox is started here, and the player.
     referee = start.make_referee(args, kinds, base, tokenizer)
-    with ExitStack() as failed:  # a start that fails here leaves no process
+    with ExitStack() as failed:  # if the start fails here, the sandbox is closed
         failed.callback(referee.sandbox.close)
         start.fit_into_context(referee, archive, None, make_free_token_counter(base, tokenizer, args))
         player = _make_player_of_runs(model, tokenizer, router, population.names, args, template_of)
@@ -311,9 +314,9 @@ def _make_player_of_runs(
     args: PopuLoRAConfig,
     template_of: Mapping[str, str],
 ) -> Player:
-    """Makes a player that asks every member, and the base, with its own chat template, by name in `template_of`."""
+    """Makes a player that asks every member, and the base, with the chat template that `template_of` has for it."""
     players = {}
-    # A template decides which tokens end an answer, too. So each has a tokenizer and a player of its own.
+    # A template also decides which tokens end an answer. So each template has a tokenizer and a player of its own.
     for template in dict.fromkeys(template_of.values()):
         own = copy.deepcopy(tokenizer)
         own.chat_template = template
@@ -348,9 +351,9 @@ def _settings_of(saved: dict[str, Any], settings: dict[str, Any]) -> PopuLoRACon
     """
     first, on_cpu = saved["settings"], not torch.cuda.is_available()
     theirs = {name: first[name] for name in ("references_per_proposal", "inputs_per_function")}
-    # Older files lack some of these.
+    # Older `population.json` files lack some of these settings.
     theirs |= {name: first[name] for name in ("max_completion_length", *SAMPLING) if name in first}
-    # What held for a population whose file does not have these settings yet.
+    # If a population's file lacks one of these settings, the population was trained with the value given here.
     asked = {"shots": 0, "reading": "strict", "prompt_texts": None}
     theirs |= {name: first.get(name, before) for name, before in asked.items()}
     return PopuLoRAConfig(
@@ -367,7 +370,7 @@ def _settings_of(saved: dict[str, Any], settings: dict[str, Any]) -> PopuLoRACon
             "use_cpu": on_cpu,
             "bf16": not on_cpu,
             "report_to": [],
-            "teacher_baseline": "group",  # nothing is trained; "member" would warn of few proposals
+            "teacher_baseline": "group",  # nothing is trained; with "member" a run warns of few proposals
         }
         | {name: value for name, value in settings.items() if name != "model_init_kwargs"},
     )
@@ -414,7 +417,7 @@ def choose_prefixes(runs: Sequence[str]) -> list[str]:
     paths = [Path(run) for run in runs]
     one_sort = len({path.is_absolute() for path in paths}) == 1
     common = os.path.commonpath(paths) if one_sort else ""
-    if not common or Path(common) in paths:  # nothing is shared, or the path that all share is a run
+    if not common or Path(common) in paths:  # the runs share no folder, or the shared one is itself a run
         return [f"{run} " for run in runs]
     return [f"{path.relative_to(common)} " for path in paths]
 

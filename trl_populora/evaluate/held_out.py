@@ -152,7 +152,7 @@ class HeldOut:
     Args:
         tables: The tasks, by the name of their table; `""` for a table that was given alone, without a name.
         attempts: Attempts per member and task.
-        batch: Rows that a rank generates at once; all its rows when `None`.
+        batch: Most rows that a rank generates at once; all its rows when `None`.
         seed: Seed of the samples. It is the same in every evaluation, so two evaluations differ only by the weights.
         base: The base's figures per table, measured once.
         rates: The last solve rate on the first table, by `name@version`.
@@ -217,7 +217,7 @@ class HeldOut:
         bar: str,
         untrained: Container[str],
     ) -> dict[str, float]:
-        """Scores the students, and the base if need be, on one table."""
+        """Scores the students on one table. Scores the base, too, if it has no scores yet or a student needs them."""
         tasks = self.tables[name]
 
         def tries_of(names: Sequence[str]) -> dict[str, list[list[Tried]]]:
@@ -234,7 +234,7 @@ class HeldOut:
             self.base[name] = {
                 key if key.startswith(f"{BASE_NAME}/") else f"{BASE_NAME}/{key}": value
                 for key, value in scores(base, tasks).items()
-                if key != "thinking_rate" and not key.startswith("solve_rate_")  # they would repeat `base/...`
+                if key != "thinking_rate" and not key.startswith("solve_rate_")  # would repeat the base's own figures
             }
         return figures | self.base[name]
 
@@ -259,7 +259,7 @@ class HeldOut:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` returned, for the tables whose tasks are still the same."""
-        asked = state.get("tasks")  # version 0.1 saved no digests
+        asked = state.get("tasks")  # version 0.1 saved no digests: then all tables count as the same
         same = [name for name, tasks in self.tables.items() if asked is None or asked.get(name) == _digest(tasks)]
         if len(same) < len(self.tables):
             logger.warning(
@@ -314,7 +314,7 @@ def load_held_out(
     tables = {name: _read_table(_name_field(name), table, kinds) for name, table in named.items()}
     if not tables:
         raise ValueError("`eval_dataset` is an empty dict; name at least one table.")
-    batch = None if args.use_vllm else args.per_device_eval_batch_size  # vLLM schedules rows by itself
+    batch = None if args.use_vllm else args.per_device_eval_batch_size  # vLLM forms its own batches
     held_out = HeldOut(tables, args.num_generations_eval, batch, args.seed)
     if shared := [task for task in archive or () if task in held_out]:
         raise ValueError(

@@ -25,7 +25,7 @@ def measure_mean(values: Sequence[float]) -> tuple[float, float]:
         values: Independent values: one per seed, task or question.
 
     Returns:
-        Mean and half of the interval, `inf` where one value says nothing about others.
+        Mean and half of the interval. The half is `inf` for a single value.
 
     Raises:
         `ValueError`: If there are no values.
@@ -40,7 +40,7 @@ def measure_mean(values: Sequence[float]) -> tuple[float, float]:
 
 def find_share(share: float, count: int) -> tuple[float, float]:
     """
-    Computes the 95 % interval of a share, by Wilson, which holds near 0 and 1 and for few values, too.
+    Computes the 95 % interval of a share by Wilson's rule, which holds near 0 and 1 and for few values, too.
 
     Args:
         share: The share, between 0 and 1.

@@ -44,10 +44,10 @@ from trl_populora.tasks.dataset import build_archive
 from trl_populora.tasks.python.prompts import check_style
 
 
-ATTEMPTS = 4  # attempts at each task; only a group whose attempts differ has something to teach
-REFERENCES = 4  # archived tasks that a proposing teacher is shown
-BATCH = 48  # rows that are generated at once
-ROUNDING = 32  # the advised completion length is a multiple of this, in tokens
+ATTEMPTS = 4  # number of attempts at each task; only a group whose attempts differ has something to teach
+REFERENCES = 4  # number of archived tasks that a teacher is shown for a proposal
+BATCH = 48  # most rows that are generated at once
+ROUNDING = 32  # the advised completion length is a multiple of so many tokens
 
 
 @dataclass
@@ -60,8 +60,8 @@ class TryArguments:
         adapter: A LoRA adapter on the base, for example of a cold start. Not with `vllm`.
         task_kinds: Kinds of task to try; by default the three built in.
         prompt_style: Prompt style to try; by default every style that the base may know.
-        samples: Attempts of each kind in each prompt style, with and without solved tasks shown, and its proposals in
-            each style; a multiple of 4.
+        samples: Number of attempts for each kind and each [`Form`], and number of proposals for each kind and each
+            prompt style; a multiple of 4.
         max_completion_length: Most tokens of a completion; a longer one is cut.
         inputs_per_function: Inputs that a code_f proposal must give. By default 4, and for the embedded base the 6
             that it was trained on.
@@ -73,15 +73,15 @@ class TryArguments:
     """
 
     model: str = field(metadata={"help": "Hub id or directory of a base, or 'tiny'."})
-    adapter: str | None = field(default=None, metadata={"help": "A LoRA adapter on the base, of a cold start."})
+    adapter: str | None = field(default=None, metadata={"help": "A LoRA adapter on the base; not with vllm."})
     task_kinds: list[str] = field(
         default_factory=lambda: ["code_o", "code_i", "code_f"], metadata={"help": "Kinds of task to try."}
     )
     prompt_style: str | None = field(default=None, metadata={"help": "Try only this prompt style."})
     samples: int = field(
-        default=8, metadata={"help": "Attempts and proposals of each kind in each prompt style; a multiple of 4."}
+        default=8, metadata={"help": "Attempts per kind and form, and proposals per kind and style; a multiple of 4."}
     )
-    max_completion_length: int = field(default=160, metadata={"help": "Tokens per completion."})
+    max_completion_length: int = field(default=160, metadata={"help": "Most tokens of a completion."})
     inputs_per_function: int | None = field(
         default=None, metadata={"help": "Inputs that a code_f proposal must give; 4, and 6 for 'tiny', when unset."}
     )
@@ -102,7 +102,7 @@ class TryArguments:
 
     @property
     def inputs(self) -> int:
-        """Inputs that a code_f proposal must give."""
+        """Number of inputs that a code_f proposal must give."""
         if self.inputs_per_function is None:
             return 6 if self.model == TINY else 4
         return self.inputs_per_function
@@ -183,7 +183,7 @@ class Tryout:
 
     def choose(self) -> Form:
         """
-        Chooses the form in which both roles do best, by what is readable and what is good.
+        Chooses the form in which both roles do best, by their shares of readable and of good completions.
 
         A form that one role cannot use is worth nothing. Of equal forms the one with the fewest solved tasks wins,
         because its prompts are the shortest.
@@ -191,7 +191,7 @@ class Tryout:
 
         def weigh(form: Form) -> tuple[float, float, int]:
             roles = self.select("teacher", form), self.select("student", form)
-            # Nobody proposes where all kinds are solved only; proposing then makes no difference.
+            # If no kind can be proposed, teachers have no findings. Their part is then 1 in every form.
             proposing, solving = (fmean([f.readable + f.good for f in findings] or [1]) for findings in roles)
             # The product is 0 if one role cannot use the form; the sum then still tells such forms apart.
             return proposing * solving, proposing + solving, -form.shots
@@ -218,10 +218,11 @@ class Tryout:
 
     def advise_length(self) -> int:
         """
-        Computes a `max_completion_length`: 1.5 times the 95th percentile of lengths in the chosen style, rounded up.
+        Computes a `max_completion_length`: 1.5 times the 95th percentile of lengths in the chosen style, rounded up to
+        a multiple of `ROUNDING`.
 
-        Completions that were cut do not count, because nobody knows how long they would have been. If all were cut,
-        the longest one counts.
+        Completions that were cut do not count, because nobody knows how long they would have been. If all of the style
+        were cut, the longest completion of any style counts in place of the percentile.
         """
         style = self.choose().style
         rows = zip(self.questions, self.completions, self.cut, strict=True)
@@ -296,7 +297,7 @@ def _make_settings(options: TryArguments) -> PopuLoRAConfig:
     args = PopuLoRAConfig(
         "unused",
         task_kinds=options.task_kinds,
-        teachers=0,  # nothing is trained, and a kind need not propose; those that can are asked to
+        teachers=0,  # so that kinds without proposals are accepted; the others are asked for proposals all the same
         inputs_per_function=options.inputs,
         max_completion_length=options.max_completion_length,
         temperature=options.temperature,
@@ -317,7 +318,7 @@ def _pose_all(setups: Mapping[str, Setup], options: TryArguments) -> tuple[list[
     for form in [*([Form("turns", SHOTS)] if "turns" in setups else []), *map(Form, setups)]:
         try:
             questions += list(_pose(setups[form.style], form, options))
-        except ValueError as error:  # the prompt does not fit into the context, or the chat template refuses it
+        except ValueError as error:  # a prompt does not fit into the context, or the chat template refuses it
             left_out[form] = str(error)
     # Teachers are asked in the plain form of a style. If that cannot be tried, the style's other questions go as well.
     questions = [question for question in questions if Form(question.form.style) not in left_out]
@@ -410,8 +411,8 @@ def _judge(setup: Setup, questions: Sequence[Question], texts: Sequence[str]) ->
 # What `populora try` prints: a table of shares, one text for each sort of failure, and settings that fit.
 
 
-EXCERPT = 12  # most lines of a failed text that are shown
-LINE = 200  # most characters of a line
+EXCERPT = 12  # most lines that are shown of a completion that failed
+LINE = 200  # most characters that are shown of a line
 COOLER = 0.7  # temperature at which more answers of small bases can be read, see benchmarks/RESULTS.md
 
 
@@ -499,9 +500,9 @@ def _quote_failures(found: Tryout, form: Form) -> Iterator[str]:
 
 
 def _format_share(flags: Iterable[bool], attempts: int = 1) -> str:
-    """Formats a share in percent with its 95 % interval over tasks, with so many attempts at each."""
+    """Formats a share in percent with its 95 % interval over tasks. Each task has `attempts` of the flags."""
     flags = list(flags)
     share = fmean(flags)
-    # Attempts at one task are about as right as each other, so only the tasks count.
+    # Attempts at one task mostly end alike. So the interval is that of as many values as there are tasks.
     low, high = find_share(share, len(flags) // attempts)
     return f"{100 * share:3.0f} % [{100 * low:.0f}, {100 * high:.0f}]"

@@ -32,7 +32,8 @@ WINDOW = SpecifierSet(">=0.31,<0.33")
 
 def check_vllm(model: str | PreTrainedModel, args: GRPOConfig, lora_config: LoraConfig) -> None:
     """
-    Checks that vLLM is installed, and that it can serve a base with adapters of a rank.
+    Checks that vLLM is installed, and that it can serve a base with the members' adapters. Also warns of truncated
+    sampling (see [`warn_of_truncation`]).
 
     Args:
         model: The base: a path or Hub id, or a model that was loaded from one.
@@ -134,10 +135,10 @@ def warn_of_truncation(args: GRPOConfig) -> None:
 
 def find_permitted_rank(lora_config: LoraConfig) -> int:
     """
-    Finds the smallest `max_lora_rank` that vLLM permits and that is at least the adapter's rank.
+    Finds the smallest `max_lora_rank` that vLLM permits and that is at least the largest rank of the configuration.
 
     Raises:
-        `ValueError`: If the adapter's rank is above the largest that vLLM permits.
+        `ValueError`: If that rank is above the largest that vLLM permits.
     """
     from vllm.config.lora import MaxLoRARanks
 

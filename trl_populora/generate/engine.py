@@ -33,7 +33,7 @@ class RoutedLLM(LLM):
     A [`vllm.LLM`] that sends each prompt to the adapter that `versions` names for it.
 
     Args:
-        routed_arguments: Engine arguments beside those of TRL. If both name an argument, this one counts.
+        routed_arguments: Engine arguments beside those of TRL. One that TRL passes, too, has the value given here.
         **kwargs: Engine arguments that TRL passes.
 
     Attributes:
@@ -184,7 +184,7 @@ class RoutedLLM(LLM):
 def _make_lora_request(adapter: Published) -> LoRARequest:
     """Makes the part of a request that names the adapter."""
     # `load_inplace` stays off: with it vLLM reads the directory again at every engine step. A path is required even
-    # for an adapter in memory. Under this one there is nothing, so vLLM fails if it has lost the adapter.
+    # for an adapter in memory. At the path made here lies nothing, so vLLM fails if it has lost the adapter.
     return LoRARequest(adapter.name, adapter.id, adapter.path or f"/dev/null/{adapter.name}")
 
 

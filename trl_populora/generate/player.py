@@ -113,8 +113,8 @@ def make_free_token_counter(
     base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: GRPOConfig
 ) -> Callable[[Messages], int]:
     """
-    Makes the function that says how many tokens of a base's context a prompt leaves free (see
-    [`~trl_populora.step.referee.count_free_tokens`]).
+    Makes the function that says how many tokens of a base's context a prompt leaves free beside the longest completion
+    (see [`~trl_populora.step.referee.count_free_tokens`]).
     """
     longest = args.max_completion_length
     return count_free_tokens(
@@ -127,7 +127,7 @@ def make_free_token_counter(
 
 logger = logging.getLogger(__name__)
 
-TEXT_STOPS = ("stop", "stop_strings")  # the option's name in vLLM, and in transformers
+TEXT_STOPS = ("stop", "stop_strings")  # what vLLM and what transformers call the option for stops that are text
 STOPS = ("stop_token_ids", "eos_token_id", *TEXT_STOPS)
 
 
@@ -179,7 +179,7 @@ def _find_end_of_turn(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mappi
     turn = [{"role": "user", "content": "asked"}, {"role": "assistant", "content": said}]
     try:
         text = tokenizer.apply_chat_template(turn, tokenize=False, **template_kwargs)
-    except TemplateError:  # the template refuses a turn of the assistant
+    except TemplateError:  # some templates refuse a turn of the assistant
         return []
     after = tokenizer.encode(text.rpartition(said)[2].lstrip(), add_special_tokens=False)
     special = {*tokenizer.all_special_ids, *(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)}
@@ -196,13 +196,14 @@ def warn_of_unknown(generation_kwargs: Mapping[str, Any] | None) -> None:
 
 
 def make_vllm_kwargs(generation_kwargs: Mapping[str, Any] | None, ends: Sequence[int]) -> dict[str, Any]:
-    """Makes vLLM's sampling options: the user's, with all end tokens as stops."""
+    """Makes vLLM's sampling options: the user's, but with `ends` in place of the user's stops."""
     # By itself the engine stops only at the end tokens that the base's own files name.
     given = {name: value for name, value in (generation_kwargs or {}).items() if name not in STOPS}
     return given | {"stop_token_ids": list(ends)}
 
 
-# How bases spell the tags of a thought, and how they are read here. Some tokenizers declare them special.
+# How bases spell the tags of a thought, and the spelling that this package reads. In some tokenizers the tags are
+# special tokens.
 THINK_TOKENS = {THINK_OPEN: THINK_OPEN, "[THINK]": THINK_OPEN, THINK_CLOSE: THINK_CLOSE, "[/THINK]": THINK_CLOSE}
 
 _TAIL = 8  # tokens at the end of a prompt: enough for an opening tag and the white space behind it
@@ -215,7 +216,8 @@ def make_completions(
     logprobs: Sequence[list[float]] | None = None,
 ) -> list[Completion]:
     """
-    Makes a `Completion` of each row. Its text has no special tokens but the tags of a thought, spelt as they are read.
+    Makes a `Completion` of each row. Its text has no special tokens but the tags of a thought, which are spelt
+    `THINK_OPEN` and `THINK_CLOSE` whatever the base's spelling.
 
     Some chat templates open a thought at the end of the prompt. The text then gets the opening tag in front, because
     without the tag a thought that is never closed would be read as an answer.
@@ -241,7 +243,7 @@ def _decode(tokenizer: PreTrainedTokenizerBase, rows: Sequence[list[int]]) -> li
 
 
 def _spell_tags(text: str) -> str:
-    """Spells the tags of a thought as they are read."""
+    """Replaces each base's spelling of the tags of a thought by the one that this package reads."""
     for spelt, read in THINK_TOKENS.items():
         text = text.replace(spelt, read)
     return text
@@ -253,7 +255,7 @@ def _spell_tags(text: str) -> str:
 
 @contextmanager
 def pause_training(model: nn.Module) -> Iterator[None]:
-    """Switches off dropout inside the block. Afterwards the model trains again if it did before."""
+    """Switches off dropout inside the block. Afterwards the model is in training mode again if it was before."""
     training = model.training
     model.eval()
     try:

@@ -32,7 +32,7 @@ from trl_populora.lora import members as lora_members
 
 
 SHARED_MEMORY = "/dev/shm"
-PREFIX = "populora-"  # the name of every shelf's directory begins with it
+PREFIX = "populora-"  # the beginning of the name of every shelf's directory
 
 # For a moment a shelf holds the previous, the current and the next version of every member.
 VERSIONS_KEPT = 3
@@ -40,10 +40,12 @@ VERSIONS_KEPT = 3
 
 def count_adapters(members: int) -> tuple[int, int]:
     """
-    Counts the adapters for which vLLM needs room in host memory (`max_cpu_loras`): at the least, and better.
+    Counts the adapters for which vLLM needs room in host memory (`max_cpu_loras`). Returns the least number that works
+    and a better one.
 
-    While a member is published, there are one version of each member, this member's next version, and the base's
-    adapter of zeros. A server keeps all former versions until it needs their room.
+    The least number: while a member is published, there are one version of each member, this member's next version,
+    and the base's adapter of zeros. The better number: a server keeps former versions until it needs their room, so
+    there is room for two versions of each member.
     """
     return members + 2, 2 * members + 1
 
@@ -99,10 +101,10 @@ class Checksums:
             aligned = flat.numel() * size % 8 == 0 and flat.storage_offset() * size % 8 == 0
             bits = flat.view(integers[8 if aligned else size])
             sums.append((bits * self._factors(bits.numel(), bits.device)).sum())
-        return torch.stack(sums).tolist()  # one copy from the GPU for all tensors
+        return torch.stack(sums).tolist()  # so that one copy from the GPU brings the sums of all tensors
 
     def _factors(self, count: int, device: torch.device) -> torch.Tensor:
-        """Returns the first `count` factors, int64 and odd; draws them again only for more or another device."""
+        """Returns the first `count` factors, int64 and odd. Draws anew only if more are needed, or another device."""
         if self._weights.numel() < count or self._weights.device != device:
             generator = torch.Generator().manual_seed(0)
             largest = torch.iinfo(torch.long)
@@ -131,7 +133,7 @@ class AdapterShelf:
         self.root = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
         self._lock = _lock_shelf(self.root, os.O_CREAT)
         self._retired: deque[str] = deque()
-        # The process id goes along, because a forked child must not remove its parent's directory.
+        # `_remove_shelf` gets the process id, because a forked child must not remove its parent's directory.
         self.close = weakref.finalize(self, _remove_shelf, str(self.root), self._lock, os.getpid())
 
     def put(self, name: str, save: Callable[[Path], None]) -> str:
@@ -171,7 +173,7 @@ def sweep_shelves(parent: str) -> None:
     """Removes shelves that killed processes have left. No process holds the lock of such a shelf."""
     for root in Path(parent).glob(f"{PREFIX}*"):
         try:
-            if time.time() - root.stat().st_mtime < 60:  # its process may not have locked it yet
+            if time.time() - root.stat().st_mtime < 60:  # a new shelf's process may not have locked it yet
                 continue
             lock = _lock_shelf(root)
         except OSError:
@@ -194,7 +196,7 @@ def _lock_shelf(root: Path, create: int = 0) -> int:
 
 def _remove_shelf(root: str, lock: int, owner: int) -> None:
     """Removes a shelf and frees its lock, in the process that owns it."""
-    # A forked child runs the exit handlers of its parent.
+    # A forked child runs the exit handlers of its parent, too, and must not remove the parent's shelf.
     if os.getpid() != owner:
         return
     shutil.rmtree(root, ignore_errors=True)

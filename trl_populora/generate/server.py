@@ -1,6 +1,6 @@
 """vLLM servers over HTTP. A server reads an adapter from a path, and a request names the adapter as its `model`.
 
-    directory of a version --load--> every server --probe--> StaleAdapterError if the answer is as before a move
+    directory of a version --load--> every server --probe--> StaleAdapterError if it answers with old weights
 
     prompts_R, versions_R, seeds_R --merge_asks--> asks --spread over the servers--> completions_R, logprobs_R
 
@@ -26,13 +26,14 @@ from trl.generation.vllm_client import VLLMClient
 from .publish import Ask, Published, StaleAdapterError, count_adapters, merge_asks
 
 
-REQUESTS_AT_A_TIME = 64  # with seeds every ask is a request of its own
+REQUESTS_AT_A_TIME = 64  # most requests at a time: with seeds every ask is a request of its own
 PROBE = range(1, 9)  # the prompt of a probe: token ids that every vocabulary has
-HEALTH_TIMEOUT = 10.0  # seconds; a server that is up answers `/health` at once
+HEALTH_TIMEOUT = 10.0  # seconds to wait for an answer of `/health`, which a server that is up gives at once
 
-# A root mean square. If a member's B has changed by more, its log-probabilities change in any precision. A server that
-# then answers with the former log-probabilities, bit by bit, still has the former version. Adam changes B by about the
-# learning rate in a step. A birth changes it by more than this, ten steps at the default rate by about as much.
+# The root mean square of the changes of a member's B. If B has changed by more, the member's log-probabilities change
+# in any precision. A server that then answers with the former log-probabilities, bit by bit, still has the former
+# version. Adam changes B by about the learning rate in a step. A birth changes B by more than 1e-4, and ten steps at
+# the default rate change it by about 1e-4.
 SEEN_IN_ANY_PRECISION = 1e-4
 
 
@@ -75,7 +76,8 @@ class LoRAServer(VLLMClient):
         Raises:
             `VLLMServerError`: If the server is not up in time.
         """
-        # TRL's constructor calls this method when the session is made, and asks for the first answer after it.
+        # TRL's constructor makes the session, calls this method, and sends its first request afterwards. So the
+        # session's retries are set here.
         for adapter in self.session.adapters.values():
             # TRL's retries remain where no connection comes about, or where the server answers 500, 502 or 503. After
             # an answer that breaks off or is late there is no retry: a server that has restarted has lost the
@@ -188,7 +190,7 @@ class LoRAServer(VLLMClient):
         if response.status_code == 200:
             return
         reasons = f"answered {response.status_code}: {response.text}"
-        # A server without the endpoint answers 404, too, and does not speak of LoRA.
+        # A 404 that does not mention LoRA means that the server has no such endpoint.
         if response.status_code == 404 and "lora" not in response.text:
             reasons += ". It must run with `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1` (see `recipes/serve.sh`)"
         elif "lora_path" in payload:
@@ -202,19 +204,19 @@ class LoRAServer(VLLMClient):
         """
         Checks that a server answers with a new version of a member, and not with a former one.
 
-        The server is asked for one greedy token after a fixed prompt. A version is seen to arrive if the
-        log-probabilities of the five likeliest tokens differ from those of the version that was seen before. One step
-        at a low rate may change none of them. So the movement adds up since that version, and when it is above
-        `SEEN_IN_ANY_PRECISION`, they must differ. They are not compared with the trainer's: the two differ by more
-        than one optimizer step changes them.
+        The server is asked for one greedy token after a fixed prompt. If the log-probabilities of the five likeliest
+        tokens differ from the former ones, the new version has arrived, and its answer and B are kept. One step at a
+        low rate may change none of these log-probabilities. So equal ones are an error only if B has changed by more
+        than `SEEN_IN_ANY_PRECISION` since the B that was kept last. The trainer's log-probabilities are no measure:
+        the server's differ from them by more than one optimizer step changes them.
 
         Args:
             adapter: The version that was just loaded.
             b: One B of this version, always of the same module.
 
         Raises:
-            `StaleAdapterError`: If the member has moved and the answer is the former one, bit by bit. The message
-                names server, member and version.
+            `StaleAdapterError`: If B has changed by more than that and the answer is the former one, bit by bit. The
+                message names server, member and version.
         """
         answer = self._ask(adapter)
         former, former_b = self._arrived.get(adapter.member, (None, b))
@@ -286,7 +288,7 @@ class LoRAServer(VLLMClient):
 
 def _find_ignored(modules: Collection[str], served: Sequence[str]) -> list[str]:
     """Finds the last parts of the names of modules for which a server with `--lora-target-modules` has no adapters."""
-    # vLLM takes whole names and last parts.
+    # `--lora-target-modules` takes whole names and last parts.
     lasts = {module: module.rpartition(".")[2] for module in modules}
     return sorted({last for module, last in lasts.items() if not {module, last} & {*served}})
 

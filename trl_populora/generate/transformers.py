@@ -51,8 +51,8 @@ logger = logging.getLogger(__name__)
 
 # Tokens of a round. A longer round computes ended rows for longer, and a shorter one calls `generate` more often.
 ROUND = 8
-# Prompts are read in parts of one prompt, or of more with at most an eighth of the tokens that the cache may hold. In
-# a 7B model a token takes 4 to 5 times as much memory while it is read as it takes in the cache.
+# With `cache_tokens`, prompts are read in parts. A part has at most an eighth of the tokens that the cache may hold,
+# or it is a single prompt. In a 7B model a token takes 4 to 5 times as much memory while it is read as in the cache.
 READ_SHARE = 8
 # Types of decoder layers from whose cache single rows can be taken.
 _SELECTABLE = {"full_attention", "sliding_attention"}
@@ -71,13 +71,13 @@ _FROM_THE_PROMPT = (
 
 
 def why_no_rounds(model: PretrainedConfig, sampling: GenerationConfig, sharded: bool) -> str:
-    """Says why `generate` has to make all tokens in one call; empty if rounds do the same."""
+    """Says why `generate` has to make all tokens in one call; empty if rounds can make them."""
     layers = set(getattr(model.get_text_config(), "layer_types", None) or ())
     looking = [name for name in _FROM_THE_PROMPT if getattr(sampling, name, None)]
     if sharded:
         return "ranks that hold parts of the base meet in every forward"
     if not layers <= _SELECTABLE:
-        return f"the cache of {', '.join(sorted(layers - _SELECTABLE))} layers does not give rows away"
+        return f"the cache of {', '.join(sorted(layers - _SELECTABLE))} layers does not let single rows go"
     if sampling.cache_implementation:
         return f"`cache_implementation={sampling.cache_implementation}` names a cache of transformers' own"
     if sampling.use_cache is False:
@@ -95,8 +95,8 @@ def check_parts(tokens: int | None, sharded: bool) -> None:
     if tokens is not None and sharded:
         raise ValueError(
             f"`generation_tokens={tokens}` is not supported with ZeRO-3 and FSDP: ranks that hold parts of the base "
-            "meet in every forward, and each would make as many as its own rows need. Leave it unset, or use ZeRO-2 "
-            "or DDP."
+            "meet in every forward, and each would make as many forwards as its own rows need. Leave it unset, or use "
+            "ZeRO-2 or DDP."
         )
 
 
@@ -215,7 +215,7 @@ def complete(
 
 
 def _divide_by_row(temperatures: Sequence[float | None], device: torch.device) -> LogitsProcessorList:
-    """Makes the processor that divides each row's scores by its temperature; none where all rows have one."""
+    """Makes the processor that divides each row's scores by its temperature; none if all rows have the same."""
     if len({*temperatures}) == 1:
         return LogitsProcessorList()
     divisors = torch.tensor(temperatures, device=device)[:, None]
@@ -338,7 +338,7 @@ class FixedLayer(DynamicLayer):
 
     Args:
         layer: Keys and values of the prompts, each `[N, heads, L, D]`.
-        prompts: Number of each row's prompt, `[R]`.
+        prompts: Which of the N prompts each row has, `[R]`.
         place: Where the next token is written, `[1]`. The owner of the tensor moves it on.
         length: Full length of the layer, in tokens.
     """
@@ -454,9 +454,9 @@ def _attend(
 
 LOOK = 8  # every so many tokens it is checked whether all rows have ended; the check waits for the GPU
 FREE_SHARE = 0.8  # the part of the free memory that the cache may take; scores and prompts need the rest
-_ALIGNED = 8  # the full length is a multiple of this: SDPA's kernels copy masks of other lengths
-_ATTENTIONS = {"sdpa", "eager"}  # the implementations that take our mask unchanged
-_LOOKING_ROPES = {"dynamic", "longrope"}  # their frequencies depend on the length of the longest row
+_ALIGNED = 8  # a FixedLayer's length is a multiple of this: SDPA's kernels copy masks of other lengths
+_ATTENTIONS = {"sdpa", "eager"}  # the implementations of attention that take our mask unchanged
+_LOOKING_ROPES = {"dynamic", "longrope"}  # types of RoPE whose frequencies depend on the longest row
 # Options of sampling that `_make_processors` applies, and options that do not change scores. With any other option
 # tokens come from `generate`.
 _KNOWN = {"do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
@@ -516,7 +516,7 @@ def can_record(base: PreTrainedModel, sampling: GenerationConfig, cache: Cache, 
 
 @functools.cache
 def _warn_once(reason: str) -> None:
-    # The question comes up in every step. The decorator's cache lets each reason be logged once.
+    # `can_record` finds the same reason in every step. The decorator's cache lets each reason be logged once.
     logger.warning("Tokens are generated without CUDA graphs, which takes several times as long: %s.", reason)
 
 
@@ -542,9 +542,9 @@ def generate_with_graph(
         cache: The cache of the prompts without their last token. It is emptied.
         ids: Prompts, `[N, P]`, padded on the left.
         mask: 0 where a prompt is padded, else 1, `[N, P]`.
-        prompts: Number of each row's prompt, `[R]`.
+        prompts: Which of the N prompts each row has, `[R]`.
         sampling: How to sample. `max_new_tokens`, `eos_token_id` and `pad_token_id` have to be set.
-        before: What is applied to the scores before what `sampling` asks for.
+        before: Processors of the scores that run before those of `sampling`.
 
     Returns:
         Token ids of the completions, `[R, T]`. Tokens behind a row's end token mean nothing.
@@ -573,11 +573,11 @@ def generate_with_graph(
             else:
                 graph = graph or _record_pass(token_pass, stream)
                 graph.replay()
-            # Sampling stays outside the graph, because a repetition penalty reads texts, which grow.
+            # Sampling stays outside the graph, because a repetition penalty reads all tokens of a row, which grow.
             scores = processors(texts[:, :end], token_pass.scores.float())
             token = scores.softmax(-1).multinomial(1) if sampling.do_sample else scores.argmax(-1, keepdim=True)
             texts[:, end : end + 1] = token
-            token_pass.token.copy_(token)  # into the memory that the graph reads
+            token_pass.token.copy_(token)  # copied, because the graph reads this memory
             new = texts[:, width : end + 1]
             if new.shape[1] % LOOK == 0 and bool(torch.isin(new, ends).any(1).all()):
                 break

@@ -104,8 +104,8 @@ class PopulationGeneration(VLLMGeneration):
         self._modules_checked = False
         self._count = 0
         super().__init__(model, **kwargs)
-        # All ranks use the main process's draw. It goes into adapter names, which one server may get from several
-        # runs.
+        # A random id of the run, the main process's on all ranks. It is part of adapter names, because one server may
+        # serve several runs.
         self._run = gather_object([uuid.uuid4().hex[:8]])[0]
 
     @property
@@ -119,7 +119,7 @@ class PopulationGeneration(VLLMGeneration):
             from .engine import RoutedLLM
 
             names = {"LLM": partial(RoutedLLM, routed_arguments=self._choose_engine_arguments())}
-            # TRL would choose the same port for all runs that start on a machine at once.
+            # TRL would choose the same `MASTER_PORT` for all runs that start on a machine at once.
             os.environ["MASTER_PORT"] = os.environ.get("MASTER_PORT") or str(get_free_port())
         with _replace_in_trl(names):
             super()._init_vllm()
@@ -134,7 +134,7 @@ class PopulationGeneration(VLLMGeneration):
                 "enable_lora": True,
                 # One for the base, too: vLLM then never takes a member's slot, see `_keeps_copies`.
                 "max_loras": count + 1,
-                # vLLM refuses fewer in host memory than on the device.
+                # vLLM refuses room for fewer adapters in host memory than on the device.
                 "max_cpu_loras": max(publish.count_adapters(count)[1], self.engine_kwargs.get("max_loras") or 0),
                 "max_lora_rank": find_permitted_rank(config),
                 # By itself vLLM casts an fp32 base to bf16. Its log-probabilities would then differ from the
@@ -162,7 +162,7 @@ class PopulationGeneration(VLLMGeneration):
         # After a piece of a prompt vLLM moves the row's random generator back. On a CPU torch cannot do that.
         trained_on = self.model.get_base_model().config.get_text_config().max_position_embeddings
         longest = self.max_model_length or trained_on
-        return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(4096, longest)}  # 4096 is TRL's
+        return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(4096, longest)}  # 4096 as in TRL
 
     def find_context_length(self) -> int:
         """Asks vLLM how many tokens a prompt and its completion may have together. Collective."""
@@ -218,7 +218,7 @@ class PopulationGeneration(VLLMGeneration):
             try:
                 self._publish(changed)
             except Exception:
-                # What failed must be published and probed again, if the caller goes on at all.
+                # If the caller goes on, the next call publishes and probes all members again.
                 self._detector.forget()
                 raise
 
@@ -238,7 +238,7 @@ class PopulationGeneration(VLLMGeneration):
                 if member in self.published:
                     self.backend.unload(self.published[member])
             self.published[member] = adapter
-        # The order keeps the directories that were replaced just now, and removes those of the time before.
+        # First the directories go that the previous publication replaced. Those replaced just now stay until the next.
         if self._shelf is not None:
             self._shelf.sweep_retired()
             for path in retired:
@@ -290,17 +290,20 @@ class PopulationGeneration(VLLMGeneration):
         return adapter
 
     def _check_modules(self, factors: Mapping[str, torch.Tensor], config: LoraConfig) -> None:
-        """Lets the servers answer with adapters that each adapt one kind of module alone, such as all `q_proj`."""
+        """
+        Checks that the servers use what adapters add to every module: makes one adapter for all modules of one name,
+        such as `q_proj`, and compares the answers with it and without.
+        """
         generator = torch.Generator().manual_seed(0)
         kinds: dict[str, dict[str, torch.Tensor]] = {}
         for key, value in factors.items():
-            # Large enough to be seen in any precision, and small enough to leave the answer finite.
+            # The factors are large enough to be seen in any precision, and small enough to leave the answer finite.
             size = 0.1 if ".lora_B." in key else value.shape[1] ** -0.5
             drawn = size * torch.randn(value.shape, generator=generator)
             kinds.setdefault(_name_module(key).rpartition(".")[2], {})[key] = drawn
         first = next(iter(kinds.values()))
         nothing = {key: torch.zeros_like(value) for key, value in first.items()}
-        self._count += 1  # a check that failed and is made again needs names of its own
+        self._count += 1  # if the check fails and is made again, its adapters need new names
         probes = [
             self._load(Published(name, f"{name}-{self._run}-{self._count}", self._count), values, config)
             for name, values in {"nothing": nothing, **kinds}.items()
@@ -316,7 +319,7 @@ class PopulationGeneration(VLLMGeneration):
         """Makes the shelf when it is needed for the first time."""
         if self._shelf is None:
             size = sum(
-                4 * parameter.numel()  # bytes in fp32
+                4 * parameter.numel()  # a parameter has 4 bytes in fp32
                 for name in self.members
                 for parameter in lora_members.member_parameters(self.model, name).values()
             )
@@ -412,8 +415,8 @@ def _name_module(key: str) -> str:
 
 @contextmanager
 def _replace_in_trl(names: dict[str, Callable]) -> Iterator[None]:
-    """Replaces callables in the module of TRL's `_init_vllm` inside the block: `VLLMClient` or `LLM`."""
-    # TRL offers no way to choose these classes.
+    """Replaces `VLLMClient` or `LLM` in TRL's module inside the block. TRL's `_init_vllm` calls the replacement."""
+    # TRL offers no option to choose these classes.
     originals = {name: getattr(vllm_generation, name) for name in names}
     vars(vllm_generation).update(names)
     try:
@@ -444,11 +447,11 @@ def make_vllm_generation(
     """
     Makes a trainer's vLLM generation.
 
-    Before this call, TRL's constructor has to run with `use_vllm` switched off: else it would start an engine without
-    adapters.
+    Before this call, the constructor of TRL's trainer has to run with `use_vllm` switched off: else it would start an
+    engine without adapters.
 
     Args:
-        args: The run's settings. Each argument of TRL's class that is an option gets the value set here.
+        args: The run's settings. Each argument of `VLLMGeneration` that is an option gets the option's value.
         accelerator: The trainer's accelerator.
         tokenizer: The trainer's tokenizer.
         ends: Token ids that end a completion.
@@ -460,7 +463,7 @@ def make_vllm_generation(
     settings = {name: getattr(args, option) for name, option in named.items() if option in options}
     settings |= {
         "max_num_seqs": args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation,
-        "logprobs": 0,  # of the sampled token only; the importance sampling correction needs no other
+        "logprobs": 0,  # the sampled token's only: the importance sampling correction needs no other
         "generation_kwargs": make_vllm_kwargs(args.generation_kwargs, ends),
     }
     return PopulationGeneration(

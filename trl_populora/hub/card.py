@@ -103,7 +103,7 @@ CITATION = """\
 }
 ```"""
 
-# What differs between the two sorts of run.
+# The parts of the card that differ between a game and a dataset run.
 GAME = {
     "story": """\
 A population of {teachers} teachers and {students} students, LoRA adapters of rank {rank} on one frozen base
@@ -160,7 +160,7 @@ def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, d
     Args:
         root: The directory. It holds `population.json`, and may hold `lineage.jsonl`, `evaluation.json` and
             `plots/*.png`.
-        name: Name of the repository, best as `user/name`. The part after the slash becomes the title.
+        name: Name of the repository, preferably `user/name`. The part after the slash becomes the title.
         tags: Added to the package's tags.
         details: Further metadata. Only `license`, `language` and `datasets` are used.
     """
@@ -175,7 +175,7 @@ def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, d
     best, best_by = population["best_student"], population.get("best_student_by", "rating")
     figures = read_figures(root, population, repo)
     write_results(root, figures, best, repo)
-    # If the Hub's client finds fault with the scores, it warns instead of raising; they stay in the card.
+    # If the Hub's client finds fault with the scores, it warns instead of raising, and the scores stay in the card.
     # The Hub links a card to its datasets, too; a file or a directory has no page.
     linked = [each for each in population.get("datasets", ()) if not os.path.exists(each)]
     known = ({"datasets": linked} if linked else {}) | (details or {})
@@ -284,7 +284,7 @@ def _write_ratings(population: Mapping[str, Any]) -> str:
 
 
 def _describe_held_out_base(population: Mapping[str, Any]) -> str:
-    """Writes the base's solve rate on held-out tasks, and the step of the last evaluation if the run went on."""
+    """Writes the base's solve rate on held-out tasks. If steps followed the last evaluation, names its step, too."""
     rate, step = population.get("held_out_base"), population.get("held_out_step")
     earlier = "" if step in (None, population["step"]) else f", measured after step {step}"
     return earlier if rate is None else f" (the base without an adapter: {rate:.3f}){earlier}"
@@ -305,7 +305,7 @@ def _write_lora(lora: dict[str, Any]) -> str:
 
 
 def _write_lineage(events: Sequence[Mapping[str, Any]]) -> str:
-    """Writes the table of the last births."""
+    """Writes the table of the last changes: births, and members that left without a child in their place."""
     if not events:
         return "Nobody has been replaced yet."
     rows = ["| step | child | parents | operator |", "|---:|---|---|---|"]
@@ -405,7 +405,7 @@ def format_archive_card(path: Path, population: Mapping[str, Any], repo: str) ->
     )
 
 
-# Arrow's names of types, and the Hub viewer's names.
+# For Arrow's name of a type, the Hub viewer's name.
 _TYPES = {"string": "string", "int64": "int64", "double": "float64"}
 
 

@@ -25,7 +25,7 @@ from trl_populora.run.read import digest_weights
 
 
 RESULTS = ".eval_results"
-OURS = f"{RESULTS}/populora_*.yaml"  # other files in this folder belong to somebody else and stay
+OURS = f"{RESULTS}/populora_*.yaml"  # the package's own files; others in this folder stay
 EVALUATION = "evaluation.json"
 METRIC = "pass@1"  # share of right answers; a question with several samples counts with the mean of its samples
 
@@ -73,7 +73,7 @@ def read_figures(root: Path, population: dict[str, Any], repo: str) -> list[Figu
     Args:
         root: Directory of a saved population. `recipes/evaluate.py` may have left an `evaluation.json` there.
         population: Contents of its `population.json`.
-        repo: Repository of the population, for the commands.
+        repo: Repository of the population, which the commands in [`Figure`] name.
     """
     best = next(member for member in population["members"] if member["name"] == population["best_student"])
     figures = [_read_held_out(population, best)] if _is_measured(population, best) else []
@@ -85,8 +85,11 @@ def read_figures(root: Path, population: dict[str, Any], repo: str) -> list[Figu
 
 
 def _is_of(found: dict[str, Any], root: Path, best: dict[str, Any]) -> bool:
-    """Says whether benchmarks were put to the weights that lie in `root`: a second `train()` counts steps anew."""
-    weights = found.get("weights", {}).get(best["name"])  # early versions did not write them
+    """
+    Says whether the benchmarks measured the best student's weights that lie in `root`. An equal step does not prove
+    it: a second `train()` counts steps anew.
+    """
+    weights = found.get("weights", {}).get(best["name"])  # a digest; scores of early versions, which wrote none, count
     return weights is None or ((root / best["adapter"]).exists() and digest_weights(root / best["adapter"]) == weights)
 
 

@@ -20,7 +20,7 @@ from trl_populora.run.saved_population import check_one_moment
 
 logger = logging.getLogger(__name__)
 
-# `population.json`, the adapters, and all files that a tokenizer may consist of.
+# What an export downloads: `population.json`, the adapters, and all files that a tokenizer may consist of.
 _WANTED = (POPULATION_FILE, "members/*", "*token*", "chat_template*", "vocab*", "merges*")
 
 
@@ -55,8 +55,8 @@ def export_member(
         member: Name of the member; the best student by default.
         merge: Whether to write a whole model instead of an adapter. The model has the dtype in which the base is
             saved. A member that was trained on a quantised base is merged into the base without quantization.
-        merge_students: Whether to write the mean of what all students add to the base. As an adapter, the mean has the
-            sum of their ranks.
+        merge_students: Whether to write the mean of what all students add to the base. The rank of that adapter is the
+            sum of the students' ranks.
 
     Returns:
         `str`: The member's name, or "mean of the students".
@@ -98,7 +98,7 @@ def export_member(
 
 
 def _merge_into_base(saved: dict, directory: Path) -> None:
-    """Writes the base with the adapter of a directory merged into it, in place of the adapter."""
+    """Merges the adapter in a directory into the base, and puts the merged model in place of the adapter's files."""
     if saved.get("base_quantization"):
         logger.warning("Training ran on a quantised base. The merge takes the base without quantization.")
     revision = saved.get("settings", {}).get("base_revision", "main")

@@ -42,7 +42,7 @@ from trl_populora.run.saved_population import check_one_moment, check_plays, fin
 
 logger = logging.getLogger(__name__)
 
-# Files of a checkpoint that only a resume reads, by the beginning of their names.
+# How the names of files begin that only a resume reads from a checkpoint.
 RESUME_ONLY = (
     "optimizer",
     "scheduler",
@@ -73,7 +73,7 @@ class Uploads:
         self.begun: list[Future] = []
 
     def explain_hub_errors(self, repo: str | None = None) -> AbstractContextManager:
-        """Calls the function `explain_hub_errors` with repository and directory of this run."""
+        """Calls the function `explain_hub_errors` for this run; without `repo`, for the run's own repository."""
         return explain_hub_errors(repo or self.args.hub_model_id or self.run.name, self.args.output_dir)
 
     @property
@@ -88,7 +88,7 @@ class Uploads:
     def start(self, checkpoint: Path, repo: str, step: int) -> None:
         """Starts to upload the run as it is in a checkpoint, in the background."""
         self._drop_ended(repo)
-        # Copies may go once no upload reads them. A copy of a killed run may be among them.
+        # If no upload reads the frozen copies, they are removed. A copy of a killed run may be among them.
         if not self.begun:
             shutil.rmtree(self.run / STAGES, ignore_errors=True)
         stage = make_stage(self.run, checkpoint, self.args.hub_strategy)
@@ -100,7 +100,7 @@ class Uploads:
             commit_message=f"Training in progress, step {step}",
             token=self.args.hub_token,
             revision=self.args.hub_revision,
-            # The repository may have scores of earlier weights.
+            # Scores in the repository may be those of earlier weights.
             delete_patterns=OURS,
             run_as_future=True,
         )
@@ -140,7 +140,7 @@ def draw_for_card(root: Path) -> None:
     """Draws the pictures of the model card into `plots/`. If matplotlib or readable records are missing, it warns."""
     try:
         draw_plots(load_run(root), root / "plots", PICTURES)
-    # The `report` extra is not installed, no step was logged, or a file is broken.
+    # Causes: the `report` extra is not installed, no step was logged, or a file is broken.
     except (ImportError, ValueError) as reason:
         logger.warning("The pictures for the model card of %s are not drawn: %s", root, reason)
 
@@ -167,7 +167,7 @@ def make_stage(run: Path, checkpoint: Path, strategy: str) -> Path:
         checkpoint, stage, copy_function=_link, ignore=lambda _, names: [n for n in names if n.startswith(RESUME_ONLY)]
     )
     for name in ("metrics.jsonl", "times.jsonl"):
-        # These two grow while the upload reads them, and a hard link would grow, too.
+        # These two files grow while the upload reads the copy, and a hard link would grow, too.
         if (run / name).exists():
             shutil.copyfile(run / name, stage / name)
     if (run / "rollouts").is_dir():
@@ -204,7 +204,7 @@ def push_run(run: str | Path, repo: str, token: str | None = None, private: bool
         `str`: URL of the commit.
 
     Raises:
-        `ValueError`: If the directory holds no saved population, lacks an adapter, or mixes different steps.
+        `ValueError`: If the directory holds no saved population, lacks an adapter, or has files of different steps.
         `RuntimeError`: If the upload fails. The message says why, and how to complete it.
     """
     root = Path(run)
@@ -226,7 +226,7 @@ def push_run(run: str | Path, repo: str, token: str | None = None, private: bool
             commit_message="Upload population",
             token=token,
             ignore_patterns=NOT_UPLOADED,
-            # The repository may have scores of earlier weights.
+            # Scores in the repository may be those of earlier weights.
             delete_patterns=OURS,
         )
     return commit.commit_url

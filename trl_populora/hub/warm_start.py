@@ -42,12 +42,12 @@ def warm_start(
 
             - a saved population
             - one adapter for all members
-            - a list with an adapter for each member, teachers first; for a single agent with one adapter
+            - a list with an adapter for each member, teachers first; a single agent has one adapter for both roles
             - a dictionary with an adapter for a role, such as `{"student": "runs/sft"}`; the other role starts afresh
         model: The members' model.
-        population: The members.
-        shape: The shape that a saved population has to fit.
-        pooled_roles: Roles whose members are pooled. A list may name one adapter only for all members of such a role.
+        population: The members. Their parents are set, and with a saved population also mu and sigma.
+        shape: Base and LoRA settings of the members, which a saved population has to fit.
+        pooled_roles: Roles whose members are pooled. A list must name the same adapter for all members of such a role.
 
     Raises:
         `ValueError`: If a source cannot be read, names unknown roles or has a wrong number of adapters; if a saved
@@ -87,7 +87,7 @@ def warm_start(
 
 
 def _check_pooled(role: str, adapters: set[str]) -> None:
-    """Refuses different adapters for members that are pooled: they do not have one A, so their mean is of no use."""
+    """Refuses different adapters for members that are pooled: adapters with different A have no useful mean."""
     if len(adapters) > 1:
         raise ValueError(
             f"`warm_start` gives the {role}s different adapters ({', '.join(sorted(adapters))}), and `pool_every` "
@@ -165,10 +165,10 @@ def _start_from_population(root: Path, model: torch.nn.Module, population: Popul
         for member in sorted(population.role(role), key=lambda m: m.settings.get("lora_r", shape.lora["r"])):
             rank = member.settings.get("lora_r", shape.lora["r"])
             fitting = [m for m in ranked if m.get("settings", {}).get("lora_r", saved["lora"]["r"]) <= rank]
-            # Of those that were taken least often, the best. Where none fits, `write_adapter` says so.
+            # The source is the best of those that were taken least often. If none fits, `write_adapter` raises.
             source: dict[str, Any] = min(fitting or ranked, key=lambda m: taken[m["name"]])
             adapter, found = population.adapter(member.name), root / source["adapter"]
-            if "lora_r" in {*source.get("settings", {}), *member.settings}:  # its rank or alpha may be another one
+            if "lora_r" in {*source.get("settings", {}), *member.settings}:  # their ranks or alphas may differ
                 write_adapter(model, adapter, found, shape)
             else:
                 write_member_file(model, adapter, found / "adapter_model.safetensors")

@@ -30,7 +30,7 @@ _FIXED_OPTIONS = {
     "bias": ("none", "biases live in the base model, which all members share"),
     "modules_to_save": (None, "a full copy of a module per member is not routed by row"),
     "lora_dropout": (0.0, "dropout makes old and current log-probabilities differ and draws one mask for all members"),
-    "lora_bias": (False, "operators and serving know only the A and B factors"),
+    "lora_bias": (False, "evolution and vLLM know only the A and B factors"),
     "target_parameters": (None, "parameters that are not in an `nn.Linear` cannot be routed by row"),
     "layer_replication": (None, "it changes the base model that the members share"),
     "trainable_token_indices": (None, "token embeddings are not routed by row"),
@@ -41,7 +41,10 @@ _FIXED_OPTIONS = {
 
 
 def _find_file(model: str, name: str, revision: str | None) -> str | None:
-    """Finds a file beside a model, in its directory or on the Hub; `None` if there is none, or no connection."""
+    """
+    Finds the path of a file in a model's directory or Hub repository; `None` if the file is missing, the repository
+    is gated, or there is no connection.
+    """
     quietly = ("gated_repo", "missing_entries", "connection_errors")
     return cached_file(model, name, revision=revision, **{f"_raise_exceptions_for_{what}": False for what in quietly})
 
@@ -199,7 +202,7 @@ def _check_targets(lora_config: LoraConfig, model: nn.Module) -> None:
 
 
 def _check_names(targets: Collection[str] | str, model: nn.Module) -> None:
-    """Refuses names of target modules that the base has not. PEFT passes them over if others match."""
+    """Refuses names of target modules that match nothing in the base. PEFT ignores such a name if others match."""
     linear = sorted({name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)})
     for target in [targets] if isinstance(targets, str) else sorted(targets):
         wanted = LoraConfig(target_modules=targets if isinstance(targets, str) else [target])

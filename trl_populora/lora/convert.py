@@ -28,7 +28,7 @@ def find_largest_rank(lora_config: LoraConfig) -> int:
 
 def find_widest(configs: Sequence[LoraConfig]) -> LoraConfig:
     """Finds the configuration with the largest rank."""
-    return max(configs, key=lambda config: config.r)  # `rank_pattern` is the same in all
+    return max(configs, key=lambda config: config.r)  # `r` decides, because `rank_pattern` is the same in all
 
 
 def find_scaling(config: LoraConfig, module: str) -> tuple[int, float, float]:
@@ -65,7 +65,8 @@ def average(
     """
     Makes one adapter that adds the mean of what several adapters add.
 
-    The factors stand side by side, which is the exact mean. The mean of A and the mean of B would not be.
+    The A of all adapters are stacked row-wise. Their B are divided by the number of adapters and stacked column-wise.
+    That is the exact mean; the mean of the A with the mean of the B would not be.
 
     Args:
         adapters: Factors and configuration of each, as [`fold`] takes them.
@@ -92,7 +93,7 @@ def average(
 def _fold_scalings(
     factors: Mapping[str, torch.Tensor], config: LoraConfig
 ) -> tuple[dict[str, torch.Tensor], LoraConfig]:
-    """Gives all modules the largest rank, and the scaling 1 with the module's own multiplied into its B."""
+    """Gives all modules the largest rank and the scaling 1. A module's former scaling is multiplied into its B."""
     rank = max(value.shape[0] for key, value in factors.items() if key.endswith(".lora_A.weight"))
     folded: dict[str, torch.Tensor] = {}
     for key in [key for key in factors if key.endswith(".lora_A.weight")]:
@@ -148,7 +149,7 @@ def fold_into(
 
     Raises:
         `ValueError`: If the adapter has weights for modules that members do not adapt, a higher rank than the member,
-            or modules of other sizes.
+            or modules with other numbers of features.
     """
     if unknown := sorted(given.keys() - own.keys()):
         raise ValueError(
@@ -169,7 +170,7 @@ def fold_into(
                 f"it is for another base: at {module!r} it maps {a.shape[1]} to {b.shape[0]} features, the members "
                 f"{own[key].shape[1]} to {own[other].shape[0]}."
             )
-        # The member multiplies by its own scaling in every forward. B makes up for the difference.
+        # The member multiplies by its own scaling in every forward. So B is multiplied by the ratio of the scalings.
         ratio = find_scaling(given_config, module)[2] / find_scaling(own_config, module)[2]
         factors[key], factors[other] = own[key].clone(), torch.zeros_like(own[other])
         factors[key][:rank], factors[other][:, :rank] = a, ratio * b

@@ -31,7 +31,7 @@ from .checks import check_is_base, check_lora_config, check_member_names, is_qua
 logger = logging.getLogger(__name__)
 
 BASE = -1  # the member index of rows that the frozen base model computes alone
-BASE_NAME = "base"  # the name of the base model where members have names
+BASE_NAME = "base"  # what the base model is called where members are called by their names
 
 
 class Route:
@@ -68,7 +68,7 @@ class Route:
                 grouped.setdefault(member, []).append(position)
         self.present = tuple(sorted(grouped))
         self.counts = tuple(len(grouped[member]) for member in self.present)
-        # An ordered batch needs no gathering of rows: this is the fast path of the layer.
+        # The layer is faster with an ordered batch, because it need not gather the rows of a member.
         self._order = [position for member in self.present for position in grouped[member]]
         self.ordered = self._order == list(range(len(self.rows)))
         self.factors = None if factors is None else self._read_factors(factors, grouped)
@@ -97,12 +97,12 @@ class Route:
         return self.keep(("order", device), lambda: torch.tensor(self._order, dtype=torch.long).to(device))
 
     def factor_tensor(self, device: torch.device) -> torch.Tensor:
-        """Returns the gradient factors in fp32, shape `[N, 1, 1]`, to multiply gradients `[N, ., .]` of stacks by."""
+        """Returns the gradient factors in fp32, `[N, 1, 1]`. They multiply the gradients of stacks, `[N, ., .]`."""
         return self.keep(("factors", device), lambda: torch.tensor(self.factors).view(-1, 1, 1).to(device))
 
     def keep(self, key: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Makes a tensor when a key is asked for the first time, and returns the same tensor every time after."""
-        # All routed layers ask for the same index. Made anew, it would be copied to the GPU once per layer.
+        """Makes the tensor of a key at the first call, and returns the same tensor at every later call."""
+        # All routed layers need the same positions. Made anew, these would be copied to the GPU once per layer.
         if key not in self._tensors:
             self._tensors[key] = make()
         return self._tensors[key]
@@ -146,8 +146,8 @@ class Router:
     @contextmanager
     def only(self, member: int) -> Iterator[Router]:
         """
-        Routes every row of the forwards inside the block to one member, whatever the number of rows. A route that is
-        set comes before it.
+        Routes every row of the forwards inside the block to one member, whatever the number of rows. If a route is
+        set as well, that route counts.
         """
         previous, self._only = self._only, member
         try:
@@ -157,7 +157,10 @@ class Router:
 
     @contextmanager
     def route_to(self, members: Sequence[int] | torch.Tensor) -> Iterator[Router]:
-        """Routes the forwards inside the block, and puts the previous route back afterwards."""
+        """
+        Sets a route for the forwards inside the block, and puts the previous route back afterwards. `members` has the
+        member index of each row, `[R]`.
+        """
         previous, self.route = self.route, Route(_as_list(members))
         try:
             yield self
@@ -266,7 +269,7 @@ class RoutedLinear(nn.Module, LoraLayer):
             for name in ("lora_A", "lora_B")
         )
         scalings = [self.scaling[self.members[member]] for member in route.present]
-        # With equally many rows per member, two batched matmuls do for all members.
+        # With equally many rows per member, two batched matmuls compute all members.
         if route.equal:
             segments = x.reshape(len(route.present), -1, self.in_features)
             hidden = _scale(torch.bmm(segments, factor_a.transpose(1, 2)), scalings, route)
@@ -317,7 +320,8 @@ def _scale(hidden: torch.Tensor, scalings: Sequence[float], route: Route) -> tor
         return hidden * scalings[0]
     key = ("scalings", *scalings, hidden.device)
     factors = route.keep(key, lambda: torch.tensor(scalings).view(-1, 1, 1).to(hidden.device))
-    # In fp32 and then rounded, as with a Python number: in bf16 the scaling itself would be rounded.
+    # torch multiplies in fp32 and rounds the product, as it does with a Python number. A scaling in bf16 would be
+    # rounded before.
     return (hidden * factors).to(hidden.dtype)
 
 
@@ -340,7 +344,7 @@ class _Stack(torch.autograd.Function):
         if ctx.scale is not None and ctx.present:
             grad = grad * ctx.scale.to(grad.dtype)
         slices = dict(zip(ctx.present, grad.unbind(), strict=True)) if ctx.present else {}
-        zero = grad.new_zeros(()).expand(grad.shape[1:])  # one number seen as a matrix: takes no memory
+        zero = grad.new_zeros(()).expand(grad.shape[1:])  # a view of one zero as a matrix: takes no memory
         needed = enumerate(ctx.needs_input_grad[2:])
         return (None, None, *(slices.get(i, zero) if need else None for i, need in needed))
 
@@ -389,7 +393,8 @@ def add_members(
             torch.default_generator.manual_seed(seed)
             if position == 0:
                 peft_model = get_peft_model(model, member_config, name, autocast_adapter_dtype=autocast_adapter_dtype)
-                # PEFT has turned "all-linear" into names. Asked again, it would find the new `lora_A` and `lora_B`.
+                # PEFT has turned "all-linear" into names of modules. The next members get these names: with
+                # "all-linear" PEFT would now find the new `lora_A` and `lora_B`, too.
                 config.target_modules = member_config.target_modules
                 config.base_model_name_or_path = member_config.base_model_name_or_path
             else:
@@ -436,7 +441,10 @@ def _check_mixtures(model: PeftModel) -> None:
 
 
 def _check_coverage(model: PeftModel, all_linear: bool) -> None:
-    """Refuses layers that PEFT wrapped in its own classes. With `all_linear`, warns if less than half is adapted."""
+    """
+    Refuses layers that PEFT wrapped in its own classes. With `all_linear`, warns if members adapt less than half of
+    the base's weights.
+    """
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     if stray := sorted({type(m.get_base_layer()).__name__ for m in layers if not isinstance(m, RoutedLinear)}):
         raise ValueError(
@@ -452,7 +460,7 @@ def _check_coverage(model: PeftModel, all_linear: bool) -> None:
     for layer in layers:
         for known in (layer.get_base_layer().weight, *layer.lora_A.parameters(), *layer.lora_B.parameters()):
             others.pop(id(known), None)
-    # By features: a quantised weight packs several numbers into one element.
+    # Weights are counted by features, not by elements: a quantised weight packs several numbers into one element.
     adapted = sum(layer.in_features * layer.out_features for layer in layers)
     share = adapted / max(1, adapted + sum(map(_count_elements, others.values())))
     if all_linear and share < 0.5:

@@ -43,14 +43,14 @@ logger = logging.getLogger(__name__)
 # weights does not say it, so that equal adapters are equal files.
 MEMBER_FILE = "member.json"
 
-# A member whose gradients are not finite in so many steps in a row ends the run.
+# The run ends if the gradients of one member are not finite in so many of its steps in a row.
 BROKEN_STEPS = 10
 
-# What `torch.compile` and activation checkpointing add to the names of modules. Saved adapters must not hold it.
+# What `torch.compile` and activation checkpointing add to the names of modules. Keys of saved adapters are without it.
 _WRAPPER_PARTS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
-# Optimizer state that is as new when it is set to zero. A parameter with other state, such as quantised moments, loses
-# all of it: the optimizer makes it anew.
+# Entries of an optimizer's state that are zero before the first step. If a parameter has any other entry, such as
+# quantised moments, a reset deletes all its entries, and the optimizer makes them anew.
 _ZERO_STATE = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}
 
 
@@ -79,7 +79,7 @@ def member_parameters(model: nn.Module, name: str) -> dict[str, nn.Parameter]:
 
 
 def _find_layers(model: nn.Module, name: str) -> dict[str, RoutedLinear]:
-    """Finds the routed layers by the module's part of PEFT's state-dict keys, and checks that they know the member."""
+    """Finds the routed layers, by the path that PEFT's state-dict keys have, and checks that they know the member."""
     layers = {}
     for path, layer in routed_layers(unwrap_peft_model(model)).items():
         for part in _WRAPPER_PARTS:
@@ -128,8 +128,8 @@ def set_rank(model: nn.Module, name: str, settings: Mapping[str, Any]) -> None:
     Args:
         model: The model, wrapped or not.
         name: The member.
-        settings: The member's settings. `lora_r` is at most the rank of the matrices. Without `lora_r` and
-            `lora_alpha` nothing changes.
+        settings: The member's settings. `lora_r` is at most the rank of the matrices, and comes with `lora_alpha`.
+            Without `lora_r` nothing changes.
     """
     if "lora_r" not in settings:
         return
@@ -328,7 +328,8 @@ def save_member(
     Args:
         model: The model, wrapped or not.
         name: The member.
-        directory: Gets `adapter_config.json` and `adapter_model.safetensors`. It is made if it does not exist.
+        directory: Gets `adapter_config.json` and `adapter_model.safetensors`, and `member.json` if `step` is given. It
+            is made if it does not exist.
         write: Whether this rank writes. All ranks have to call, because reading is collective, and one of them writes.
         step: Optimizer steps so far. [`read_saved_step`] reads this number back.
     """
@@ -348,14 +349,16 @@ def save_factors(
     directory.mkdir(parents=True, exist_ok=True)
     config = copy.copy(config)
     config.inference_mode = True
-    # PEFT holds the targets in a set. The order of a set changes with the hash seed, so equal runs would differ.
+    # PEFT holds the targets in a set. The order of a set changes with the hash seed, so equal runs would write
+    # different files.
     if not isinstance(config.target_modules, str):
         config.target_modules = sorted(config.target_modules)
     config.save_pretrained(directory)
     # Saving arrays gives the same bytes as saving tensors, in less time.
     arrays = {key: value.numpy() for key, value in factors.items()}
     save_file(arrays, directory / "adapter_model.safetensors", metadata={"format": "pt"})
-    # The step is written last. If the process is killed before that, the adapter counts as older or as undated.
+    # The step is written last. If the process is killed before that, the new adapter has the step of the adapter that
+    # it replaced, or none.
     if step is not None:
         write_json(directory / MEMBER_FILE, {"format": FORMAT, "step": step})
 
@@ -408,30 +411,31 @@ def member_param_groups(model: nn.Module, rates: Mapping[str, float], weight_dec
 
 def set_learning_rate(optimizer: Any, scheduler: Any, name: str, rate: float) -> None:
     """
-    Gives a member another learning rate, on which the schedule goes on where it is.
+    Gives a member another learning rate. The schedule goes on from where it is, with the new rate.
 
     Args:
         optimizer: The trainer's optimizer, which may be wrapped. If it has no groups of [`member_param_groups`],
             nothing is changed.
         scheduler: The schedule of that optimizer, or `None`. It may be wrapped.
         name: Name of the member's adapter.
-        rate: The learning rate without what the schedule makes of it.
+        rate: The learning rate before the schedule multiplies it.
     """
     groups = optimizer.param_groups
     place = next((place for place, group in enumerate(groups) if group.get("member") == name), None)
     if place is None:
         return
-    # A schedule multiplies the rates of all groups by the same share. A rate of 0 does not show it.
+    # A schedule multiplies the rates of all groups by the same share. A group whose rate is 0 does not show the share.
     shares = [each["lr"] / each["initial_lr"] for each in groups if each.get("initial_lr")]
     groups[place]["initial_lr"], groups[place]["lr"] = rate, rate * (shares[0] if shares else 1.0)
-    schedule = getattr(scheduler, "scheduler", scheduler)  # without accelerate's wrapper
-    if hasattr(schedule, "base_lrs"):  # `ReduceLROnPlateau` has none
+    schedule = getattr(scheduler, "scheduler", scheduler)  # taken out of accelerate's wrapper
+    if hasattr(schedule, "base_lrs"):  # `ReduceLROnPlateau` has no base rates
         schedule.base_lrs[place] = rate
 
 
 def check_groups(optimizer: torch.optim.Optimizer, model: nn.Module, rates: Mapping[str, float]) -> None:
     """
-    Checks that an optimizer of the user's own has all members' parameters, and no group with those of two members.
+    Checks that an optimizer of the user's own has all members' parameters. Each of its groups must have parameters of
+    one member alone, and none of the base.
 
     Args:
         optimizer: Not yet wrapped by accelerate or DeepSpeed.
@@ -439,7 +443,7 @@ def check_groups(optimizer: torch.optim.Optimizer, model: nn.Module, rates: Mapp
         rates: Learning rate of each member, by name, for the message.
 
     Raises:
-        `ValueError`: If it has not. The message has the call that makes the right groups.
+        `ValueError`: If the optimizer has other groups. The message has the call that makes the right ones.
     """
     owners = {id(p): name for name in rates for p in member_parameters(model, name).values()}
     held = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
@@ -487,12 +491,12 @@ def clip_member_grad_norms(
     if is_zero_parameter(first):
         torch.distributed.all_reduce(squares)
     norms = squares.sqrt() / loss_scale
-    # 1e-6 as in `torch.nn.utils.clip_grad_norm_`
+    # 1e-6 keeps the division finite, as in `torch.nn.utils.clip_grad_norm_`
     factors = (max_norm / (norms + 1e-6)).clamp(max=1.0) if max_norm > 0 else torch.ones_like(norms)
     for name, norm, factor in zip(names, norms.tolist(), factors.tolist(), strict=True):
         for gradient in gradients[name]:
             if not math.isfinite(norm):
-                gradient.zero_()  # not `mul_`: NaN times 0 is NaN
+                gradient.zero_()  # multiplying by 0 would leave NaN
             elif max_norm > 0:
                 gradient.mul_(factor)
     return dict(zip(names, norms.tolist(), strict=True))
@@ -515,7 +519,7 @@ def _find_stage3_gradient(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _sum_squares(gradients: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Sums the squares of all elements of some gradients, in fp32."""
+    """Sums the squares of all elements of some gradients; the sum is in fp32."""
     if not gradients:
         return torch.zeros((), device=device)
     # One call computes the norms of all tensors. A loop would start kernels for each of them. Without a launcher
@@ -548,10 +552,10 @@ def withhold_gradients(model: nn.Module, names: Sequence[str]) -> None:
 
 def step_in_spite_of_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
     """
-    Makes a `GradScaler` step although it has met gradients that are not finite. Call it after these have been zeroed.
+    Lets a `GradScaler` step although it has met gradients that are not finite. Call it after these have been zeroed.
 
-    For one member the scaler would skip the step of all. Its scale still falls, because the scale may be too large for
-    that member.
+    Otherwise the scaler would skip the step of all members because of one. The loss scale is lowered all the same,
+    because it may be too large for that member.
 
     Args:
         scaler: Has unscaled the gradients of this step.
@@ -607,7 +611,7 @@ class MemberClipper:
                 _forget_overflow(engine, broken)
             step(*args, **kwargs)
             if broken and engine.fp16_enabled():
-                # The scale may be too large for them. It falls after the step, which divides by it.
+                # The scale may be too large for the broken members. It is lowered after the step, which divides by it.
                 engine.optimizer.loss_scaler.update_scale(True)
 
         engine.step = clip_and_step
@@ -626,7 +630,7 @@ class MemberClipper:
             Norm of each member before clipping.
 
         Raises:
-            `RuntimeError`: If a member's norm was NaN or infinite in ten of its steps in a row.
+            `RuntimeError`: If a member's norm was NaN or infinite in `BROKEN_STEPS` of its steps in a row.
         """
         norms = self._found_inside
         if norms is None:
@@ -639,7 +643,7 @@ class MemberClipper:
         """Warns of members whose gradients are not finite, and raises after `BROKEN_STEPS` such steps in a row."""
         for name, norm in norms.items():
             if math.isfinite(norm):
-                # A norm of 0 says nothing: the member has no rows, or no advantage.
+                # A norm of 0 says nothing, so the count stays: the member has no rows, or its rows have no advantage.
                 self._broken_steps[name] *= norm == 0
                 continue
             self._broken_steps[name] += 1
@@ -662,7 +666,7 @@ class MemberClipper:
 
 def _offloads_gradients(optimizer) -> bool:
     """Says whether ZeRO keeps optimizer state and gradients on the CPU."""
-    # The first attribute is that of stages 1 and 2, the second that of stage 3.
+    # Optimizers of stages 1 and 2 have the first attribute, those of stage 3 the second.
     return bool(getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False))
 
 
@@ -670,11 +674,12 @@ def _forget_overflow(engine, names: Sequence[str]) -> None:
     """
     Lets ZeRO step although members had gradients that are not finite, which are zero by now.
 
-    With offload ZeRO measures gradients when it moves them to the CPU. Otherwise it looks at them within its step.
+    With offload ZeRO measures gradients when it moves them to the CPU, and so before they are zeroed. Without offload
+    it measures them within its step.
     """
     optimizer = engine.optimizer
     optimizer.local_overflow = False
-    if hasattr(optimizer, "grad_partitions_flat_buffer"):  # stage 3 looks for overflow in what it has moved from
+    if hasattr(optimizer, "grad_partitions_flat_buffer"):  # stage 3 looks for overflow in this buffer
         optimizer.grad_partitions_flat_buffer.nan_to_num_(0.0, 0.0, 0.0)
     for name in names:
         for parameter in member_parameters(engine, name).values():
