@@ -278,8 +278,9 @@ def _digest(tasks: Sequence[Task]) -> str:
 
 def _key_question(task: Task) -> tuple:
     """Makes a key for what a task asks. Tasks with the same key ask the same."""
-    # Programs that differ only in names or layout have one normal form. With the same inputs they ask the same,
-    # whatever their kinds. Other texts are compared as they stand, within one kind.
+    # Programs that differ only in names or layout have one normal form. Two tasks with one normal form and the same
+    # inputs ask the same, whatever their kinds and messages. A text that is no program with an `f` has no normal form:
+    # two such tasks ask the same only if their kinds and all their texts are equal.
     tree = parse_function(task.program)
     if tree is None:
         return task.kind, task.program, task.inputs, task.message

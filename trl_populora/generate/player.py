@@ -173,8 +173,8 @@ def find_end_tokens(
 
 def _find_end_of_turn(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> list[int]:
     """Finds the special token that the chat template puts right after an assistant's words; empty if there is none."""
-    # Some models end a turn with a token that neither tokenizer nor config names. Without it
-    # their rows would run on to the limit.
+    # Some models end a turn with a token that neither the tokenizer nor the model's config names. If that token did
+    # not count as an end, completions would run on to `max_completion_length`.
     said = "said"
     turn = [{"role": "user", "content": "asked"}, {"role": "assistant", "content": said}]
     try:

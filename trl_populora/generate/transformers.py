@@ -340,7 +340,7 @@ class FixedLayer(DynamicLayer):
         layer: Keys and values of the prompts, each `[N, heads, L, D]`.
         prompts: Which of the N prompts each row has, `[R]`.
         place: Where the next token is written, `[1]`. The owner of the tensor moves it on.
-        length: Full length of the layer, in tokens.
+        length: Full length of the layer in tokens, those of the prompt included.
     """
 
     def __init__(self, layer: DynamicLayer, prompts: torch.Tensor, place: torch.Tensor, length: int):

@@ -399,8 +399,9 @@ class HubTrainer(GRPOTrainer):
             return super().push_to_hub(commit_message=commit_message, **kwargs)
 
     def _push_from_checkpoint(self, checkpoint_folder):
-        # transformers calls this while the checkpoint is still being written (`staging.directory` is set), and
-        # `PopuLoRATrainer._save_checkpoint` calls it once more when the checkpoint is in its place.
+        # This method is called twice for a checkpoint: by transformers while the checkpoint is still being written
+        # (`staging.directory` is set), and by `PopuLoRATrainer._save_checkpoint` when it is in its place. Only the
+        # second call uploads.
         if self.staging.directory is None and self.is_world_process_zero() and self.uploads.are_due:
             self.callback_handler.on_push_begin(self.args, self.state, self.control)
             self.uploads.start(Path(checkpoint_folder), self.hub_model_id, self.state.global_step)

@@ -215,7 +215,7 @@ def _list_prompt_facts(run: Run) -> dict[str, Any]:
 
 
 def _write_changes(run: Run) -> str:
-    """Writes the section "What changed": sentences for held-out tasks and for clear changes, then the tables."""
+    """Writes the section "What changed": a sentence on the first evaluation and each clear change, then tables."""
     early, late = take_fifths(run)
     if not early:
         return (
