@@ -70,7 +70,7 @@ from trl_populora.tasks.python.kinds import CodeF, CodeKind
 
 logger = logging.getLogger(__name__)
 
-FEW_PARAMETERS = 10**9  # a base below this size learns a format better from solved examples than from a description
+FEW_PARAMETERS = 10**9  # weights; a smaller base learns a format better from solved examples than from a description
 SHOTS = 3  # solved examples for such a base
 JOINING = ("learning_rate", "beta", "epsilon", "temperature")  # what a member that joins may have of its own
 TRL_RATE = next(each.default for each in fields(GRPOConfig) if each.name == "learning_rate")
@@ -433,8 +433,8 @@ def list_lora_configs(
 
 def give_settings(population: Population, args: PopuLoRAConfig, configs: Sequence[LoraConfig]) -> None:
     """
-    Tells each member of a dataset run its learning rate, in which children may differ, and the values of the options
-    in which the members differ.
+    Writes into the `settings` of each member of a dataset run its learning rate, which evolution may vary, and its
+    values of the options in which members differ. Ranks and alphas of `configs` are such options if they differ.
     """
     if len({(each.r, each.lora_alpha) for each in configs}) > 1:
         args.member_values["lora_r"] = [each.r for each in configs]
@@ -884,7 +884,7 @@ def make_referee(
         args: Settings of the run.
         kinds: The kinds of task by name.
         base: The base. If `shots` is unset, its size decides how many solved tasks students are shown.
-        tokenizer: Its control tokens may stand in no task.
+        tokenizer: The tokenizer, whose control tokens no task may contain.
         held_out: Tasks that teachers may not propose.
         sandbox: Runs the programs.
     """

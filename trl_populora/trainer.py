@@ -99,10 +99,10 @@ class PopuLoRATrainer(HubTrainer):
     - `__init__` builds the population and its adapters, and in the game the game, whose two reward functions stand
       before the user's.
     - `rollout_func` (set here) plays a step, or lets the members answer the dataset's prompts, and returns the rows.
-      `_calculate_rewards` returns the rewards that TRL has been asked for already.
+      `_calculate_rewards` returns the rewards that `_reward` or `_judge` has got before.
     - `_get_train_sampler` and `_get_eval_sampler` deal the rows of a dataset to the members. `_generate` asks a
       dataset run's reward functions at once.
-    - `set_initial_training_values` trains nothing where a resumed run has ended.
+    - `set_initial_training_values` lets a resumed run train nothing if it had reached its last step.
     - `_generate_and_score_completions` adds each row's member, and puts the population's advantages in TRL's place.
     - `_prepare_inputs` cuts micro-batches as they were planned with the advantages, where TRL shuffles and splits.
     - `_get_per_token_logps_and_entropies`, `_compute_loss` and `training_step` set and clear the route of the rows.
@@ -256,7 +256,7 @@ class PopuLoRATrainer(HubTrainer):
                     list_given_tables(train_dataset, self.held_out), self.game.referee, self.game.player
                 )
             self._add_callbacks()
-            if parts is None:  # before a warm start: who joins later begins as a run does that has none
+            if parts is None:  # before a warm start: a member that joins later begins without it
                 self._fresh = lora_members.read_member(self.model, self.population.adapters[0])
             if args.warm_start:
                 pooled = args.pooled_roles if args.pool_every else ()
@@ -596,7 +596,7 @@ class PopuLoRATrainer(HubTrainer):
         self._metrics["eval"].update({f"{table}{name}": [value] for name, value in figures.items()})
 
     def _determine_best_metric(self, metrics, trial):
-        # An empty seat has no figure, and `Trainer` cannot compare `None`. No figure is no best one.
+        # An empty seat's figure is `None`, which `Trainer` cannot compare. Such an evaluation is never the best.
         name = f"eval_{(self.args.metric_for_best_model or '').removeprefix('eval_')}"
         return metrics.get(name, 0.0) is not None and super()._determine_best_metric(metrics, trial)
 
@@ -688,7 +688,7 @@ class PopuLoRATrainer(HubTrainer):
     def _generate(self, prompts):
         found = super()._generate(prompts)
         if self.game is None and self.model.training:
-            # TRL asks for rewards later. Here they are needed first: they decide which rows are computed.
+            # TRL asks for rewards later. Here they are needed now, because they decide which rows are computed.
             _, completion_ids, _, completions, *_ = found
             self._judge(prompts, completions, completion_ids)
         return found
@@ -789,7 +789,7 @@ class PopuLoRATrainer(HubTrainer):
         return temperatures if len({*temperatures}) > 1 else []
 
     def _score_by_member(self, model: Any, members: torch.Tensor) -> Any:
-        """Wraps the model where members differ in temperature; `members` has the index of each row of the forward."""
+        """Makes the model divide each row's scores by its member's temperature, if members differ in temperature."""
         temperatures = self._temperatures
         if not temperatures:
             return model
@@ -806,7 +806,7 @@ class PopuLoRATrainer(HubTrainer):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
             self._note_evaluated(inputs, rewards)
             return rewards
-        # TRL asks for rewards after generation. They were needed earlier: `_reward` or `_judge` has got them.
+        # TRL asks for rewards here. `_reward` or `_judge` has got them earlier, where they were needed.
         prompts[:] = [row.prompt for row in self.played.rows]  # in place, because TRL logs this very list
         # Columns for the tables of `log_completions`.
         for column in ("member",) if self.game is None else ("role", "member", "kind"):
@@ -853,7 +853,7 @@ class PopuLoRATrainer(HubTrainer):
         return output | {"advantages": mine.advantages, "member": mine.members, "member_factor": mine.factors}
 
     def _clear_completion_logs(self) -> None:
-        """Empties TRL's queues of completions. With empty seats a step would not push out the one before."""
+        """Empties TRL's queues of completions. With empty seats a step has too few rows to push out the last one's."""
         for log in self._logs.values():
             for queue in log.values() if isinstance(log, dict) else [log]:
                 queue.clear()

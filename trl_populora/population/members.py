@@ -75,7 +75,7 @@ class Population:
         teachers: Number of teachers. With 0 of them, students train on given tasks alone.
         students: Number of students, at least 1.
         single_agent: Whether one adapter plays the only teacher and the only student, as in Absolute Zero.
-        seats: Number of seats, at least one for each member; no more than that when `None`.
+        seats: Number of seats, at least one for each member. When `None`, one for each member.
 
     Attributes:
         members: The members by the order of their seats.

@@ -40,8 +40,8 @@ class Outcome:
 
     Args:
         kind: Name of the kind of task.
-        valid: Whether it is a task. If not, only `kind` and `reason` mean anything.
-        reason: Why it is no task, the value of a [`~trl_populora.tasks.Reject`].
+        valid: Whether the proposal is a task. If not, only `kind` and `reason` mean anything.
+        reason: Why the proposal is no task, the value of a [`~trl_populora.tasks.Reject`].
         solve_rate: Share rho of the attempts that were right, from 0 to 1.
         attempts: How many attempts there were.
         chance: The solve rate that guessing gives.
@@ -78,8 +78,8 @@ class Answer:
 
     Args:
         kind: Name of the kind of task.
-        correct: Whether it is right.
-        well_formed: Whether it could be read.
+        correct: Whether the attempt's answer is right.
+        well_formed: Whether the attempt's answer could be read.
     """
 
     kind: str
@@ -102,7 +102,7 @@ def pay_spread(task: Outcome) -> float:
 
 
 def pay_rare(task: Outcome) -> float:
-    """The share of the attempts that fail, times the rarity of what the task uses: old tricks pay less."""
+    """The share of the attempts that fail, times the rarity of the task's rarest feature."""
     return (1.0 - task.solve_rate) * task.rarity
 
 
@@ -121,9 +121,9 @@ def price_proposals(pay: str = "guarded", invalid: float = -1.0, unsolved: float
     """
     Makes the rule that pays teachers, from one of `PAY`.
 
-    `"paper"` is the printed formula and nothing else. There `invalid` is paid only for what does not parse, run or is
-    not deterministic, and `unsolved` only where no attempt is right, guessed or not. A task that is verified and can
-    be put to nobody, such as a held-out one, is solved by no attempt.
+    With `"paper"` the rule is the printed formula. It differs from the others in two ways: a proposal that was
+    rejected for a reason in `GUARDS`, such as a held-out task, earns `unsolved` and not `invalid`; and a task counts
+    as solved if any attempt is right, guessed or not.
 
     Args:
         pay: A name in `PAY`, the rule for solved tasks.
