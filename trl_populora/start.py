@@ -824,7 +824,7 @@ def read_member_settings(
     check_numbers(trial)
     check_bounds(trial, BOUNDS)
     copied = known if like is None else like.settings
-    return {name: value for name, value in copied.items() if name != "seed"} | dict(given)  # seeds belong to seats
+    return {name: value for name, value in copied.items() if name != "seed"} | dict(given)  # a seat keeps its seed
 
 
 # The game.

@@ -432,7 +432,7 @@ class PopuLoRATrainer(HubTrainer):
         self._best_step = None
         self._forget_unfinished_step()
         if self.held_out is not None and self.state.global_step:
-            self.held_out.forget_rates()  # step 1 of this training is not step 1 of the last
+            self.held_out.forget_rates()  # kept by step: step 1 of this training would find rates of the last one
         try:
             with self.directory, StopAtSignals(self):
                 found = self.directory.claim(resume_from_checkpoint)
@@ -605,7 +605,7 @@ class PopuLoRATrainer(HubTrainer):
             return {}
         return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
 
-    # A dataset run: rows of the dataset for every member
+    # A dataset run: every member's rows of the dataset
 
     def get_train_dataloader(self):
         loader = super().get_train_dataloader()
@@ -678,8 +678,8 @@ class PopuLoRATrainer(HubTrainer):
         seeds = self.args.member_values.get("seed")
         if seeds is None:
             return None
-        # transformers samples all rows with one generator, which all seeds decide.
-        # A seed belongs to a seat: children and members that join sample from that of theirs.
+        # transformers samples all rows with one generator, so all seeds together decide it. vLLM takes a seed per row.
+        # A seed belongs to a seat, and a child samples from its seat's. A seat without a seed takes all of them.
         by_seat = dict(enumerate(seeds)) if self.use_vllm else {}
         own = {member.name: by_seat.get(member.index, seeds) for member in self.population}
         moment = self._step if self.model.training else "evaluation"
@@ -921,7 +921,7 @@ class PopuLoRATrainer(HubTrainer):
             return torch.zeros((), device=self.accelerator.device, requires_grad=True)
         layout = microbatch.read_layout(inputs)
         heads = inputs["member"][layout.heads]
-        self.router.set(heads, inputs["member_factor"][layout.heads])  # the backward needs it
+        self.router.set(heads, inputs["member_factor"][layout.heads])  # the backward needs this route
         compute = super()._get_per_token_logps_and_entropies
         scored = self._score_by_member(model, heads) if self.game is None else model
         betas = start.choose_betas(self.args, self.population)
@@ -1231,7 +1231,7 @@ class PopuLoRATrainer(HubTrainer):
         self._last_loaded_step = -1  # makes TRL call `sync_weights` before it generates, also within this step
 
     def _load_optimizer_and_scheduler(self, checkpoint):
-        if self.args.device.type == "cpu":  # with several processes it is "cpu:0", which torch cannot load to
+        if self.args.device.type == "cpu":  # with several processes it says "cpu:0", to which torch cannot load
             self.args.__dict__["_setup_devices"] = torch.device("cpu")
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:

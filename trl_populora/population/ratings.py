@@ -300,12 +300,14 @@ def _rate_games(
 
 def rate_by_rewards(population: Population, means: Mapping[str, float]) -> None:
     """
-    Updates the ratings by one free-for-all: the member with the highest mean reward comes first, and equal means tie.
-    The age of each member grows by 1. With a single member nothing is compared, and only its age grows.
+    Updates the ratings of a dataset run's members by one free-for-all of TrueSkill's: the member with the highest mean
+    reward comes first, and equal means tie. The age of each rated member grows by 1. If only one member has a mean,
+    nothing is compared, and only that member's age grows.
 
     Args:
         population: The members. Their ratings and ages are changed in place.
-        means: Mean reward of each member over the same prompts. A member without a finite one is left out.
+        means: Mean reward of each member over the same prompts, by name. A member without a finite mean is left out:
+            its rating and age stay as they are.
     """
     known = [member for member in population if math.isfinite(means.get(member.name, math.nan))]
     if len(known) > 1:

@@ -180,7 +180,8 @@ def student_share(outcome: Outcome) -> float:
 @dataclass(frozen=True)
 class Rules:
     """
-    What a proposal and an attempt are worth. `play.py` calls each rule once per outcome or answer.
+    What a proposal and an attempt are worth. `play.py` calls the first and the third rule once per outcome, and the
+    second once per answer.
 
     Args:
         teacher_reward: Takes an [`Outcome`], returns what its teacher is paid; by default `"guarded"`.
@@ -219,8 +220,8 @@ def check_choice(option: str, name: object, named: Collection[str], prices: Mapp
 
     Args:
         option: The option's name.
-        name: Its value.
-        named: The rules that it may name, beside `module:function`.
+        name: The option's value.
+        named: The rules that the option may name, beside `module:function`.
         prices: Options that the user has set and that only a rule of `named` reads, with their values.
 
     Raises:
@@ -241,7 +242,7 @@ def find_price(path: str, option: str, choices: Iterable[str]) -> Callable[[Any]
 
     Args:
         path: `module:function`.
-        option: The option that names it, for errors.
+        option: The option that names the rule, for errors.
         choices: What else the option may name, for errors.
 
     Raises:
