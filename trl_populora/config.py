@@ -596,7 +596,7 @@ class PopuLoRAConfig(GRPOConfig):
     def _check_lists(self, lists: Mapping[str, list[Any]]) -> None:
         """Checks all values of the lists, and keeps those lists in which members differ."""
         for name, values in lists.items():
-            for value in (*values, values[0]):  # the first one last: it stays
+            for value in (*values, values[0]):  # the first value comes again at the end, so that it stays set
                 setattr(self, name, value)
                 check_numbers(self)
                 check_bounds(self, BOUNDS)
@@ -1012,7 +1012,7 @@ class MemberConfig(ModelConfig):
             setattr(self, name, values[0])
         check_numbers(self)  # a list in a recipe passes TRL's parser as it is
         for name, values in self.member_values.items():
-            for value in (*values, values[0]):  # the first one last: it stays
+            for value in (*values, values[0]):  # the first value comes again at the end, so that it stays set
                 setattr(self, name, value)
                 check_numbers(self)
 

@@ -254,7 +254,7 @@ def check_wandb(args: PopuLoRAConfig) -> None:
     import wandb
 
     online = wandb.setup().settings.mode not in ("offline", "disabled", "dryrun")
-    with suppress(wandb.Error):  # a key that is refused, or no network: W&B says it best
+    with suppress(wandb.Error):  # of a refused key, or no network, W&B itself tells when training starts
         if online and not wandb.login(prompt=False):
             raise ValueError(
                 "`report_to` names wandb, which has no key here. Log in once (`wandb login`), set `WANDB_API_KEY`, "
@@ -1104,7 +1104,7 @@ def check_prompts(
                     f"`eval_dataset` holds a task that students of {kind.name} are shown solved: "
                     f"{shot.task.program!r:.200}. Take it out, or set `shots=0`."
                 )
-            longest = len(tokenizer.encode(shot.answer, add_special_tokens=False)) + 1  # the end of the turn
+            longest = len(tokenizer.encode(shot.answer, add_special_tokens=False)) + 1  # 1 for the token that ends the turn
             if limit is not None and longest > limit:
                 raise ValueError(
                     f"`max_completion_length={limit}` is too short for answers of {kind.name}: one that students are "

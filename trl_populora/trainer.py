@@ -225,7 +225,7 @@ class PopuLoRATrainer(HubTrainer):
         members = add_members(base, self.population.adapters, widest, self.router, args.seed, in_fp32)
         for member in self.population if parts is None else ():
             lora_members.set_rank(members, member.name, member.settings)
-            factors = lora_members.read_member(members, member.name)  # of its own rank
+            factors = lora_members.read_member(members, member.name)  # the factors of its own rank alone
             lora_members.write_member(members, member.name, factors)
         # Three settings are hidden from TRL's constructor. With `beta` it would copy an adapter as reference, where
         # the frozen base is the reference. With `model_init_kwargs` it would warn that they are ignored. With
@@ -621,7 +621,7 @@ class PopuLoRATrainer(HubTrainer):
         args, members = self.args, len(self.population.adapters)
         assert args.generation_batch_size is not None, "TRL sets it"
         own = args.generation_batch_size // members
-        # With prompts of their own, members draw from their own seeds, or else from seeds that no two share.
+        # Each seed decides the order of a member's prompts. A seat without a listed seed gets `seed` plus its index.
         seeds = [args.seed] * members
         if args.member_prompts == "own":
             given = args.member_values.get("seed", [])
