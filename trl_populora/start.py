@@ -1104,7 +1104,7 @@ def check_prompts(
                     f"`eval_dataset` holds a task that students of {kind.name} are shown solved: "
                     f"{shot.task.program!r:.200}. Take it out, or set `shots=0`."
                 )
-            longest = len(tokenizer.encode(shot.answer, add_special_tokens=False)) + 1  # 1 for the token that ends the turn
+            longest = len(tokenizer.encode(shot.answer, add_special_tokens=False)) + 1  # for the end of the turn
             if limit is not None and longest > limit:
                 raise ValueError(
                     f"`max_completion_length={limit}` is too short for answers of {kind.name}: one that students are "

@@ -621,7 +621,8 @@ class PopuLoRATrainer(HubTrainer):
         args, members = self.args, len(self.population.adapters)
         assert args.generation_batch_size is not None, "TRL sets it"
         own = args.generation_batch_size // members
-        # Each seed decides the order of a member's prompts. A seat without a listed seed gets `seed` plus its index.
+        # A seat's seed decides the order of its prompts: one order for all, or with prompts of their own one for each
+        # seat, where a seat without a listed seed gets the run's seed plus its index.
         seeds = [args.seed] * members
         if args.member_prompts == "own":
             given = args.member_values.get("seed", [])
