@@ -436,6 +436,14 @@ def test_halving_deals_the_same_part_of_every_members_rows_to_each_rank(ranks):
         assert all(count % 4 == 0 for count in Counter(own[0]).values())
 
 
+def test_seats_with_prompts_of_their_own_have_orders_of_their_own(random_base, tmp_path):
+    trainer, _ = population_trainer(
+        random_base, tmp_path, ["a", "b"], member_prompts="own", max_members=4, seed=[44, 42]
+    )
+    seeds = [stream.seed for stream in trainer._get_train_sampler().streams]
+    assert seeds == [44, 42, 45, 46]
+
+
 REFUSED = {
     "fewer seats than members": ({"max_members": 2}, "`max_members=2` is below `students=3`"),
     "a number of members that halves badly": (

@@ -47,8 +47,8 @@ from trl_populora.tasks.python.prompts import check_texts
 
 Settings = TypeVar("Settings")
 
-# Bounds of the numbers that no room's settings check (`Breeding`, `KindSettings` and so on). Unchecked, a number out
-# of bounds would be trained with, or refused only after a model is loaded.
+# Bounds of the options below. `Breeding`, `KindSettings` and the like check their own options. Without these bounds, a
+# run would train with a wrong number, or refuse it only after a model is loaded.
 BOUNDS = {
     ">= 0": "teachers references_per_proposal shots replay pfsp_kappa teacher_beta beta top_k min_p "
     "teacher_learning_rate learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon epsilon epsilon_high "
@@ -57,13 +57,13 @@ BOUNDS = {
     "vllm_importance_sampling_cap vllm_gpu_memory_utilization",
     ">= 1": "students max_members archive_size eval_attempts generation_tokens num_iterations max_completion_length "
     "per_device_train_batch_size per_device_eval_batch_size vllm_max_model_length vllm_tensor_parallel_size",
-    ">= 2": "proposals_per_teacher attempts_per_task",  # a baseline needs a second row to compare with
+    ">= 2": "proposals_per_teacher attempts_per_task",  # a baseline compares a row with others
     "< 1": "replay adam_beta1 adam_beta2",
     "<= 1": "top_p min_p vllm_gpu_memory_utilization",
 }
 
-# Options that are `None` until it is known which sort of run it is, with their values in the game. In a dataset run
-# those of TRL have TRL's defaults.
+# Options that are `None` until it is known whether the run is a game or a dataset run, with their values in the game.
+# In a dataset run `PROMPT_DEFAULTS` has the values of three of them; the others have TRL's defaults.
 GAME_DEFAULTS = {
     "max_steps": 200,
     "learning_rate": 1e-5,
@@ -124,7 +124,8 @@ class PopuLoRAConfig(GRPOConfig):
 
     It has all options of [`~trl.GRPOConfig`]. If `train_dataset` has a column `prompt`, it is a *dataset run*: these
     options mean what they mean in TRL, for each member, and those left alone have TRL's defaults. Of the options that
-    this class adds it has those of members, evolution, generation and records; `docs/guides/prompts.md` lists them.
+    this class adds, a dataset run reads those of members, evolution, generation and records
+    (`docs/guides/prompts.md` lists them).
 
     Everything else is the *game*, and there the batch follows from the population: with teachers and without `replay`
     one population step has `teachers * proposals_per_teacher * (1 + attempts_per_task)` rows. So the config derives
@@ -140,8 +141,8 @@ class PopuLoRAConfig(GRPOConfig):
         max_members: Most members that a dataset run may have at a time (`trainer.add_member`). Adapters, optimizer
             state and metrics of so many are reserved at the start; as many as `students` when `None`.
         halve_every: Optimizer steps between two halvings of a dataset run (successive halving, arXiv 1502.07943): the
-            half with the lower mean rewards since the last halving leaves, and those that stay get their rows, as
-            more prompts a step. `0` for none.
+            half with the lower mean rewards since the last halving leaves. Each member that stays then gets twice as
+            many prompts in a generation. `0` for none.
         single_agent: One adapter plays both roles (AZR); `teachers` and `students` become 1. A step then has the rows
             of one match.
         warm_start: Directory or Hub name of a saved population to start from, with the same base and adapter shape and
@@ -222,7 +223,8 @@ class PopuLoRAConfig(GRPOConfig):
             this number and z is drawn from a normal distribution (population-based training, arXiv 1711.09846).
         pool_every: Optimizer steps between two poolings, which set the members of a role to the mean of their weights
             (`docs/how/evolve.md`). `0` switches pooling off.
-        pool: Which roles are pooled, each by itself: `"students"`, `"teachers"` or `"both"`. They do not evolve.
+        pool: Which roles are pooled, each by itself: `"students"`, `"teachers"` or `"both"`. Members of a
+            pooled role do not evolve.
 
         eval_attempts: Attempts of every student at every task of `eval_dataset`, sampled as in training.
             `eval_strategy` and `eval_on_start` say when. Without vLLM a process generates at most
@@ -369,7 +371,8 @@ class PopuLoRAConfig(GRPOConfig):
         try:
             self._settle_for_game()
         except ValueError as error:
-            # It may be the config of a dataset run, which the trainer will know.
+            # These settings make no game. They may make a dataset run, and only the trainer knows the dataset. So the
+            # error is kept for later if they make one and no option of the game is set.
             if self._list_game_options():
                 raise
             lists = any(isinstance(self._given[name], (list, tuple)) for name in MEMBER_OPTIONS)
@@ -377,11 +380,11 @@ class PopuLoRAConfig(GRPOConfig):
                 try:
                     self.for_prompts()
                 except ValueError as wrong:
-                    raise wrong from None  # what the game says of it would mislead
+                    raise wrong from None  # the error of the game would mislead
             if not self._fits_prompts():
                 raise
             self._no_game = error
-        # What was set since then counts as given, too.
+        # `for_prompts` compares with these: what a user sets on the finished config counts as given, too.
         self._settled = {each.name: getattr(self, each.name) for each in fields(self)}
 
     def _fits_prompts(self) -> bool:
@@ -593,7 +596,7 @@ class PopuLoRAConfig(GRPOConfig):
     def _check_lists(self, lists: Mapping[str, list[Any]]) -> None:
         """Checks all values of the lists, and keeps those lists in which members differ."""
         for name, values in lists.items():
-            for value in (*values, values[0]):  # the first one last: it stays
+            for value in (*values, values[0]):  # the first value comes again at the end, so that it stays set
                 setattr(self, name, value)
                 check_numbers(self)
                 check_bounds(self, BOUNDS)
@@ -791,7 +794,8 @@ class PopuLoRAConfig(GRPOConfig):
 
     def _check_rewards(self):
         """Refuses rules that do not exist, and numbers that a user's own rule would not read."""
-        # The package's rules read the options that start with the third text. Baselines read none: "-" starts no name.
+        # The third text is how the names of the options begin that only the package's own rules read. Baselines read
+        # no option: no name begins with "-".
         for option, named, numbers in (
             ("teacher_reward", PAY, "teacher_reward_"),
             ("student_reward", STUDENT_PAY, "student_reward_"),
@@ -1008,7 +1012,7 @@ class MemberConfig(ModelConfig):
             setattr(self, name, values[0])
         check_numbers(self)  # a list in a recipe passes TRL's parser as it is
         for name, values in self.member_values.items():
-            for value in (*values, values[0]):  # the first one last: it stays
+            for value in (*values, values[0]):  # the first value comes again at the end, so that it stays set
                 setattr(self, name, value)
                 check_numbers(self)
 

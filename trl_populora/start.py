@@ -70,7 +70,7 @@ from trl_populora.tasks.python.kinds import CodeF, CodeKind
 
 logger = logging.getLogger(__name__)
 
-FEW_PARAMETERS = 10**9  # a base below this size learns a format better from solved examples than from a description
+FEW_PARAMETERS = 10**9  # weights; a smaller base learns a format better from solved examples than from a description
 SHOTS = 3  # solved examples for such a base
 JOINING = ("learning_rate", "beta", "epsilon", "temperature")  # what a member that joins may have of its own
 TRL_RATE = next(each.default for each in fields(GRPOConfig) if each.name == "learning_rate")
@@ -254,7 +254,7 @@ def check_wandb(args: PopuLoRAConfig) -> None:
     import wandb
 
     online = wandb.setup().settings.mode not in ("offline", "disabled", "dryrun")
-    with suppress(wandb.Error):  # a key that is refused, or no network: W&B says it best
+    with suppress(wandb.Error):  # of a refused key, or no network, W&B itself tells when training starts
         if online and not wandb.login(prompt=False):
             raise ValueError(
                 "`report_to` names wandb, which has no key here. Log in once (`wandb login`), set `WANDB_API_KEY`, "
@@ -433,8 +433,8 @@ def list_lora_configs(
 
 def give_settings(population: Population, args: PopuLoRAConfig, configs: Sequence[LoraConfig]) -> None:
     """
-    Tells each member of a dataset run its learning rate, in which children may differ, and the values of the options
-    in which the members differ.
+    Writes into the `settings` of each member of a dataset run its learning rate, which evolution may vary, and its
+    values of the options in which members differ. Ranks and alphas of `configs` are such options if they differ.
     """
     if len({(each.r, each.lora_alpha) for each in configs}) > 1:
         args.member_values["lora_r"] = [each.r for each in configs]
@@ -824,7 +824,7 @@ def read_member_settings(
     check_numbers(trial)
     check_bounds(trial, BOUNDS)
     copied = known if like is None else like.settings
-    return {name: value for name, value in copied.items() if name != "seed"} | dict(given)  # seeds belong to seats
+    return {name: value for name, value in copied.items() if name != "seed"} | dict(given)  # a seat keeps its seed
 
 
 # The game.
@@ -884,7 +884,7 @@ def make_referee(
         args: Settings of the run.
         kinds: The kinds of task by name.
         base: The base. If `shots` is unset, its size decides how many solved tasks students are shown.
-        tokenizer: Its control tokens may stand in no task.
+        tokenizer: The tokenizer, whose control tokens no task may contain.
         held_out: Tasks that teachers may not propose.
         sandbox: Runs the programs.
     """
@@ -1104,7 +1104,7 @@ def check_prompts(
                     f"`eval_dataset` holds a task that students of {kind.name} are shown solved: "
                     f"{shot.task.program!r:.200}. Take it out, or set `shots=0`."
                 )
-            longest = len(tokenizer.encode(shot.answer, add_special_tokens=False)) + 1  # the end of the turn
+            longest = len(tokenizer.encode(shot.answer, add_special_tokens=False)) + 1  # for the end of the turn
             if limit is not None and longest > limit:
                 raise ValueError(
                     f"`max_completion_length={limit}` is too short for answers of {kind.name}: one that students are "

@@ -99,10 +99,10 @@ class PopuLoRATrainer(HubTrainer):
     - `__init__` builds the population and its adapters, and in the game the game, whose two reward functions stand
       before the user's.
     - `rollout_func` (set here) plays a step, or lets the members answer the dataset's prompts, and returns the rows.
-      `_calculate_rewards` returns the rewards that TRL has been asked for already.
+      `_calculate_rewards` returns the rewards that `_reward` or `_judge` has got before.
     - `_get_train_sampler` and `_get_eval_sampler` deal the rows of a dataset to the members. `_generate` asks a
       dataset run's reward functions at once.
-    - `set_initial_training_values` trains nothing where a resumed run has ended.
+    - `set_initial_training_values` lets a resumed run train nothing if it had reached its last step.
     - `_generate_and_score_completions` adds each row's member, and puts the population's advantages in TRL's place.
     - `_prepare_inputs` cuts micro-batches as they were planned with the advantages, where TRL shuffles and splits.
     - `_get_per_token_logps_and_entropies`, `_compute_loss` and `training_step` set and clear the route of the rows.
@@ -225,7 +225,7 @@ class PopuLoRATrainer(HubTrainer):
         members = add_members(base, self.population.adapters, widest, self.router, args.seed, in_fp32)
         for member in self.population if parts is None else ():
             lora_members.set_rank(members, member.name, member.settings)
-            factors = lora_members.read_member(members, member.name)  # of its own rank
+            factors = lora_members.read_member(members, member.name)  # the factors of its own rank alone
             lora_members.write_member(members, member.name, factors)
         # Three settings are hidden from TRL's constructor. With `beta` it would copy an adapter as reference, where
         # the frozen base is the reference. With `model_init_kwargs` it would warn that they are ignored. With
@@ -256,7 +256,7 @@ class PopuLoRATrainer(HubTrainer):
                     list_given_tables(train_dataset, self.held_out), self.game.referee, self.game.player
                 )
             self._add_callbacks()
-            if parts is None:  # before a warm start: who joins later begins as a run does that has none
+            if parts is None:  # before a warm start: a member that joins later begins without it
                 self._fresh = lora_members.read_member(self.model, self.population.adapters[0])
             if args.warm_start:
                 pooled = args.pooled_roles if args.pool_every else ()
@@ -432,7 +432,7 @@ class PopuLoRATrainer(HubTrainer):
         self._best_step = None
         self._forget_unfinished_step()
         if self.held_out is not None and self.state.global_step:
-            self.held_out.forget_rates()  # step 1 of this training is not step 1 of the last
+            self.held_out.forget_rates()  # kept by step: step 1 of this training would find rates of the last one
         try:
             with self.directory, StopAtSignals(self):
                 found = self.directory.claim(resume_from_checkpoint)
@@ -576,8 +576,8 @@ class PopuLoRATrainer(HubTrainer):
 
     def _log_evaluated(self) -> None:
         """
-        Adds each member's mean reward to the metrics of the evaluation, the highest and the lowest beside them. Where
-        there are several tables, the table's name stands before each.
+        Adds to the metrics of the evaluation each member's mean reward, and the highest and the lowest of these means.
+        With several evaluation datasets every key begins with the dataset's name.
         """
         means = {name: float(torch.tensor(each).nanmean()) for name, each in self._evaluated.items()}
         self._evaluated.clear()
@@ -609,7 +609,7 @@ class PopuLoRATrainer(HubTrainer):
             return {}
         return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
 
-    # A dataset run: rows of the dataset for every member
+    # A dataset run: every member's rows of the dataset
 
     def get_train_dataloader(self):
         loader = super().get_train_dataloader()
@@ -625,11 +625,13 @@ class PopuLoRATrainer(HubTrainer):
         args, members = self.args, len(self.population.adapters)
         assert args.generation_batch_size is not None, "TRL sets it"
         own = args.generation_batch_size // members
-        # With prompts of their own, members draw from their own seeds, or else from seeds that no two share.
+        # A seat's seed decides the order of its prompts: one order for all, or with prompts of their own one for each
+        # seat, where seats without a listed seed count on from the highest one.
         seeds = [args.seed] * members
         if args.member_prompts == "own":
             given = args.member_values.get("seed", [])
-            seeds = [*given, *(args.seed + place for place in range(len(given), members))]
+            free = max([args.seed - 1, *given]) + 1  # no two seats have one order
+            seeds = [*given, *range(free, free + members - len(given))]
         table = range(len(self.train_dataset) // members)
         streams = [
             RepeatSampler(
@@ -682,8 +684,8 @@ class PopuLoRATrainer(HubTrainer):
         seeds = self.args.member_values.get("seed")
         if seeds is None:
             return None
-        # transformers samples all rows with one generator, which all seeds decide.
-        # A seed belongs to a seat: children and members that join sample from that of theirs.
+        # transformers samples all rows with one generator, so all seeds together decide it. vLLM takes a seed per row.
+        # A seed belongs to a seat, and a child samples from its seat's. A seat without a seed takes all of them.
         by_seat = dict(enumerate(seeds)) if self.use_vllm else {}
         own = {member.name: by_seat.get(member.index, seeds) for member in self.population}
         moment = self._step if self.model.training else "evaluation"
@@ -692,7 +694,7 @@ class PopuLoRATrainer(HubTrainer):
     def _generate(self, prompts):
         found = super()._generate(prompts)
         if self.game is None and self.model.training:
-            # TRL asks for rewards later. Here they are needed first: they decide which rows are computed.
+            # TRL asks for rewards later. Here they are needed now, because they decide which rows are computed.
             _, completion_ids, _, completions, *_ = found
             self._judge(prompts, completions, completion_ids)
         return found
@@ -793,7 +795,7 @@ class PopuLoRATrainer(HubTrainer):
         return temperatures if len({*temperatures}) > 1 else []
 
     def _score_by_member(self, model: Any, members: torch.Tensor) -> Any:
-        """Wraps the model where members differ in temperature; `members` has the index of each row of the forward."""
+        """Makes the model divide each row's scores by its member's temperature, if members differ in temperature."""
         temperatures = self._temperatures
         if not temperatures:
             return model
@@ -810,7 +812,7 @@ class PopuLoRATrainer(HubTrainer):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
             self._note_evaluated(inputs, rewards)
             return rewards
-        # TRL asks for rewards after generation. They were needed earlier: `_reward` or `_judge` has got them.
+        # TRL asks for rewards here. `_reward` or `_judge` has got them earlier, where they were needed.
         prompts[:] = [row.prompt for row in self.played.rows]  # in place, because TRL logs this very list
         # Columns for the tables of `log_completions`.
         for column in ("member",) if self.game is None else ("role", "member", "kind"):
@@ -857,7 +859,7 @@ class PopuLoRATrainer(HubTrainer):
         return output | {"advantages": mine.advantages, "member": mine.members, "member_factor": mine.factors}
 
     def _clear_completion_logs(self) -> None:
-        """Empties TRL's queues of completions. With empty seats a step would not push out the one before."""
+        """Empties TRL's queues of completions. With empty seats a step has too few rows to push out the last one's."""
         for log in self._logs.values():
             for queue in log.values() if isinstance(log, dict) else [log]:
                 queue.clear()
@@ -925,7 +927,7 @@ class PopuLoRATrainer(HubTrainer):
             return torch.zeros((), device=self.accelerator.device, requires_grad=True)
         layout = microbatch.read_layout(inputs)
         heads = inputs["member"][layout.heads]
-        self.router.set(heads, inputs["member_factor"][layout.heads])  # the backward needs it
+        self.router.set(heads, inputs["member_factor"][layout.heads])  # the backward needs this route
         compute = super()._get_per_token_logps_and_entropies
         scored = self._score_by_member(model, heads) if self.game is None else model
         betas = start.choose_betas(self.args, self.population)
@@ -1235,7 +1237,7 @@ class PopuLoRATrainer(HubTrainer):
         self._last_loaded_step = -1  # makes TRL call `sync_weights` before it generates, also within this step
 
     def _load_optimizer_and_scheduler(self, checkpoint):
-        if self.args.device.type == "cpu":  # with several processes it is "cpu:0", which torch cannot load to
+        if self.args.device.type == "cpu":  # with several processes it says "cpu:0", to which torch cannot load
             self.args.__dict__["_setup_devices"] = torch.device("cpu")
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:

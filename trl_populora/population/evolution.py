@@ -238,8 +238,7 @@ def rate_newborn(parents: Sequence[Member]) -> tuple[float, float]:
     Mu is the mean of the parents. Sigma^2 is the mean of the parents' sigma^2 plus (prior sigma / 2)^2, but not more
     than the prior's: the child is about as good as its parents, and nobody has seen it play.
     """
-    # The paper, at second hand, starts newborns at the prior. In a long run that is far from the ratings of the
-    # other members, which drift away from it (`benchmarks/ratings.py`).
+    # Digests of the paper start newborns at the prior. In a long run the other members' ratings are far from it.
     variance = fmean(parent.sigma**2 for parent in parents) + (PRIOR_SIGMA / 2) ** 2
     return fmean(parent.mu for parent in parents), min(math.sqrt(variance), PRIOR_SIGMA)
 

@@ -67,7 +67,7 @@ class Halving(TrainerCallback):
         left = max(1, self.members // 2 ** (state.global_step // self.every))
         if len(self.population) <= left:
             return
-        # Of members with equal means the one with the highest index goes.
+        # Of members with equal means, those with the highest indices leave first.
         ranked = sorted(self.population, key=lambda member: (self.measure(member), -member.index))
         leaving, staying = ranked[: len(ranked) - left], ranked[len(ranked) - left :]
         if state.is_world_process_zero:

@@ -31,13 +31,14 @@ class Member:
         name: Name, e.g. `"teacher_0"`. Unless there is a single agent, the PEFT adapter has it, too. A child takes
             over the name of the member that it replaces.
         role: `"teacher"` or `"student"`.
-        index: Place of the adapter in [`Population.adapters`]. The routed LoRA layers know the member by it.
+        index: Place of the member's adapter in [`Population.adapters`]. The routed LoRA layers know the member by this
+            number.
         mu, sigma: Mean and standard deviation of the TrueSkill rating.
         age: Rated matches since birth.
         born: Optimizer step of birth.
         parents: The parents as `name@version`, because another member may have the parent's name later.
         operator: Name of the operator that has made this member; `"init"` if none has.
-        version: How many holders the name had before.
+        version: How many members had the name before this one.
         settings: Values of the options in which members differ, by option. A child inherits them.
     """
 
@@ -75,7 +76,7 @@ class Population:
         teachers: Number of teachers. With 0 of them, students train on given tasks alone.
         students: Number of students, at least 1.
         single_agent: Whether one adapter plays the only teacher and the only student, as in Absolute Zero.
-        seats: Number of seats, at least one for each member; no more than that when `None`.
+        seats: Number of seats, at least one for each member. When `None`, one for each member.
 
     Attributes:
         members: The members by the order of their seats.

@@ -5,7 +5,7 @@
 By default pairs are drawn by prioritised fictitious self-play (PFSP, Vinyals et al., 2019): the weight of a pair
 depends on the TrueSkill win probability (Herbrich et al., 2006), as in PopuLoRA (arXiv 2605.16727). Ratings then
 follow the scores of the matches, or with `ratings: trueskill` wins and losses, by TrueSkill's own update.
-`benchmarks/ratings.py` compares scores with a mixture of a win and a loss.
+`benchmarks/ratings.py` compares ratings by scores with the rule that this package had before.
 In a dataset run nobody meets: members are ranked by their rewards on the same prompts ([`rate_by_rewards`]). Nothing
 here needs torch.
 """
@@ -81,7 +81,7 @@ def win_probability(student: Member, teacher: Member) -> float:
 
 
 def points_per_share(proposals: int) -> float:
-    """Computes how many rating points a share of 1 is worth: 81.6 in a match of 12 proposals."""
+    """Computes how many rating points a difference of 1 in the mean share is worth: 81.6 for 12 proposals."""
     # TrueSkill knows the noise of a difference of two performances, sqrt(2) * BETA. The mean share of a match has the
     # noise SHARE_SD / sqrt(proposals). The factor turns the second into the first.
     return math.sqrt(2 * proposals) * BETA / SHARE_SD
@@ -225,7 +225,7 @@ class Matchmaker:
         of two performances. The model is from Guo et al. (2012), "Score-Based Bayesian Skill Learning".
 
         With `ratings="trueskill"` a match is one game of TrueSkill's, and the games of a step follow each other. The
-        student wins it with more than half of the shares. It is drawn if the lead is within TrueSkill's draw margin,
+        student wins it with a mean share above 1/2. It is drawn if the lead is within TrueSkill's draw margin,
         .74 points at [`DRAW_PROBABILITY`]: in a match of 12 proposals, a mean share from .491 to .509.
 
         Args:
@@ -300,12 +300,14 @@ def _rate_games(
 
 def rate_by_rewards(population: Population, means: Mapping[str, float]) -> None:
     """
-    Updates the ratings by one free-for-all: the member with the highest mean reward comes first, and equal means tie.
-    The age of each member grows by 1. With a single member nothing is compared, and only its age grows.
+    Updates the ratings of a dataset run's members by one free-for-all of TrueSkill's: the member with the highest mean
+    reward comes first, and equal means tie. The age of each rated member grows by 1. If only one member has a mean,
+    nothing is compared, and only that member's age grows.
 
     Args:
         population: The members. Their ratings and ages are changed in place.
-        means: Mean reward of each member over the same prompts. A member without a finite one is left out.
+        means: Mean reward of each member over the same prompts, by name. A member without a finite mean is left out:
+            its rating and age stay as they are.
     """
     known = [member for member in population if math.isfinite(means.get(member.name, math.nan))]
     if len(known) > 1:

@@ -184,8 +184,9 @@ def _tell_prompts(prefix: str, logs: dict[str, Any]) -> str:
 
 def _name_extremes(rewards: Mapping[str, float]) -> tuple[str, str]:
     """
-    Names the member with the highest reward and the one with the lowest: both names where two are equal, and their
-    number where more are. Where all members are equal, the second text is empty.
+    Writes two texts: who has the highest reward, and who has the lowest, each with the reward. If two members share
+    it, the text has both names; if more do, their number. If all members are equal, the first text says so, and the
+    second is empty.
     """
     highest, lowest = max(rewards.values()), min(rewards.values())
     if highest == lowest:
@@ -282,7 +283,8 @@ class PromptAlarms(_Alarms):
 
     - "Members do not learn": in ten optimizer steps in a row, all rewards at each prompt were equal.
     - "A reward function judges nothing": in ten steps in a row, this function gave no number for any completion.
-    - "Some members did not learn": at the end, members never had an answer with an advantage.
+    - "Some members did not learn": at the end of training, at least one member has never had an answer with an
+      advantage.
 
     Args:
         functions: Names of the reward functions.

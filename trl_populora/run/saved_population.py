@@ -317,7 +317,8 @@ def warn_of_revision(source: Path, theirs: str | None, shape: Shape) -> None:
 
 def check_same_prompts(root: Path, saved: Mapping[str, Any], ours: Mapping[str, Any] | None) -> None:
     """
-    Refuses to resume on other prompts than the checkpoint's: its place in the dataset would mean nothing there.
+    Refuses to resume on other prompts than the checkpoint's, because the checkpoint's place in its dataset means
+    nothing in another one.
 
     Args:
         root: The checkpoint.

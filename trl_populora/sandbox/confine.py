@@ -324,7 +324,7 @@ def _limit_parent() -> None:
 
 
 def _use_another_descriptor() -> None:
-    # Reading 0 bytes tells an open descriptor from a closed one. From 3 up, only the child's own socket may be open.
+    # A read of 0 bytes fails with EBADF if the descriptor is closed. From 3 up only the child's own socket is open.
     open_ones = 0
     for fd in range(3, _MOST_DESCRIPTORS):
         try:

@@ -40,8 +40,8 @@ class Outcome:
 
     Args:
         kind: Name of the kind of task.
-        valid: Whether it is a task. If not, only `kind` and `reason` mean anything.
-        reason: Why it is no task, the value of a [`~trl_populora.tasks.Reject`].
+        valid: Whether the proposal is a task. If not, only `kind` and `reason` mean anything.
+        reason: Why the proposal is no task, the value of a [`~trl_populora.tasks.Reject`].
         solve_rate: Share rho of the attempts that were right, from 0 to 1.
         attempts: How many attempts there were.
         chance: The solve rate that guessing gives.
@@ -78,8 +78,8 @@ class Answer:
 
     Args:
         kind: Name of the kind of task.
-        correct: Whether it is right.
-        well_formed: Whether it could be read.
+        correct: Whether the attempt's answer is right.
+        well_formed: Whether the attempt's answer could be read.
     """
 
     kind: str
@@ -102,7 +102,7 @@ def pay_spread(task: Outcome) -> float:
 
 
 def pay_rare(task: Outcome) -> float:
-    """The share of the attempts that fail, times the rarity of what the task uses: old tricks pay less."""
+    """The share of the attempts that fail, times the rarity of the task's rarest feature."""
     return (1.0 - task.solve_rate) * task.rarity
 
 
@@ -121,9 +121,9 @@ def price_proposals(pay: str = "guarded", invalid: float = -1.0, unsolved: float
     """
     Makes the rule that pays teachers, from one of `PAY`.
 
-    `"paper"` is the printed formula and nothing else. There `invalid` is paid only for what does not parse, run or is
-    not deterministic, and `unsolved` only where no attempt is right, guessed or not. A task that is verified and can
-    be put to nobody, such as a held-out one, is solved by no attempt.
+    With `"paper"` the rule is the printed formula. It differs from the others in two ways: a proposal that was
+    rejected for a reason in `GUARDS`, such as a held-out task, earns `unsolved` and not `invalid`; and a task counts
+    as solved if any attempt is right, guessed or not.
 
     Args:
         pay: A name in `PAY`, the rule for solved tasks.
@@ -180,7 +180,8 @@ def student_share(outcome: Outcome) -> float:
 @dataclass(frozen=True)
 class Rules:
     """
-    What a proposal and an attempt are worth. `play.py` calls each rule once per outcome or answer.
+    What a proposal and an attempt are worth. `play.py` calls the first and the third rule once per outcome, and the
+    second once per answer.
 
     Args:
         teacher_reward: Takes an [`Outcome`], returns what its teacher is paid; by default `"guarded"`.
@@ -219,8 +220,8 @@ def check_choice(option: str, name: object, named: Collection[str], prices: Mapp
 
     Args:
         option: The option's name.
-        name: Its value.
-        named: The rules that it may name, beside `module:function`.
+        name: The option's value.
+        named: The rules that the option may name, beside `module:function`.
         prices: Options that the user has set and that only a rule of `named` reads, with their values.
 
     Raises:
@@ -241,7 +242,7 @@ def find_price(path: str, option: str, choices: Iterable[str]) -> Callable[[Any]
 
     Args:
         path: `module:function`.
-        option: The option that names it, for errors.
+        option: The option that names the rule, for errors.
         choices: What else the option may name, for errors.
 
     Raises:

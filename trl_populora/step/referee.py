@@ -95,7 +95,8 @@ class Referee:
         free_tokens: Takes a prompt, and gives the tokens of the context that it leaves free beside the longest
             completion. Below 0 the prompt does not fit.
         shots: Most solved tasks that students are shown before the task to solve.
-        guarded: Whether copies are refused, and duplicates, which `play.py` finds; not with `teacher_reward: paper`.
+        guarded: Whether copies and duplicates are refused (`play.py` finds the duplicates). False with
+            `teacher_reward: paper`.
     """
 
     kinds: Mapping[str, TaskKind]
@@ -108,7 +109,10 @@ class Referee:
     guarded: bool = True
 
     def draw_references(self, kind: TaskKind, archive: TaskArchive, k: int, rng: random.Random) -> list[Task]:
-        """Draws archived tasks to show to a teacher. If `kind` writes no program, a proposal is about the first."""
+        """
+        Draws archived tasks to show to a teacher. If `kind` writes no program, the teacher proposes a task about the
+        program of the first task drawn.
+        """
         count = check_type(kind.name, "reference_count", kind.reference_count(k), (int,))
         drawn = archive.sample(kind.reference_kinds, count, rng)
         # A kind that writes no program asks about a task of its `reference_kinds`. Where references are earlier turns,
@@ -242,7 +246,8 @@ class Referee:
         found = self.kinds[written.kind].parse_proposal(written.text, written.references)
         parsed = check_type(written.kind, "parse_proposal", found, (Proposal, *_REFUSED))
         read = parsed if isinstance(parsed, Proposal) else Refusal.of(parsed)
-        # Without guards it runs first: a control text must not hide that a program fails, which has another price.
+        # Without guards the program runs before the control texts are looked for: a program that fails has another
+        # price than a control text, which must not hide the failure.
         return screen(read, self.forbidden) if self.guarded else read
 
     def _accept(
@@ -304,7 +309,10 @@ class Referee:
         return [max(one, fmean(tried) if tried else 0.0) for one, tried in zip(told, right, strict=True)]
 
     def try_answers(self, method: str, tasks: Sequence[Task]) -> list[list[bool]]:
-        """Tries the answers that the kind's `method` gives for each task, and tells which are right."""
+        """
+        Tries the answers that the method named `method` of each task's kind gives. Returns a list for each task, which
+        says of each answer whether it is right.
+        """
         answers = [
             (number, task, attempt)
             for number, task in enumerate(tasks)

@@ -6,7 +6,7 @@
     code_f inputs, message      message, half of the   the program        it agrees on all pairs
            of a known program   input-output pairs
 
-At the end stand [`guess_blindly`], which makes the answers of somebody who has not looked at a task, and
+At the end stand [`guess_blindly`], which makes answers of an attempt that has not looked at its task, and
 [`make_task`], which makes a task from a user's own program.
 """
 
@@ -514,7 +514,8 @@ def _vary_hidden(pairs: list[tuple[str, str]], visible: int) -> None:
             return
 
 
-# Guesses: the answers of somebody who sees only which form an input has.
+# Blind guesses: random values of the same types and about the same size as a given value. They show what an attempt
+# scores that does not look at the task.
 
 
 # Most values and characters of one guess. Without this bound a guess may double in size with every level of nested

@@ -169,7 +169,7 @@ class _Program:
             if loads:
                 statement.reads.append(key)
                 self.readers[key].append(statement)
-            # Parameters get their values from calls (`_note_call`), and `x: int` binds nothing.
+            # A parameter gets its values from calls, which `_note_call` notes. The statement `x: int` gives none.
             elif not isinstance(node, ast.arg) and getattr(statement.node, "value", True):
                 self.binders[key].append(statement)
                 value = getattr(statement.node, "value", getattr(statement.node, "iter", None))
