@@ -39,8 +39,12 @@ class TestExactResume:
             pytest.param({"evolve_every": 5, "lr_scheduler_type": "linear"}, id="evolution on both sides"),
             # An odd cut leaves half of the buffered rows.
             pytest.param({"evolve_every": 4, "num_iterations": 2, "beta": 0.01, "max_steps": 10}, id="buffered rows"),
-            pytest.param({"evolve_every": 7, "max_steps": 8}, id="before an event"),
-            pytest.param({"logging_steps": 3, "max_steps": 9, "evolve_every": 4}, id="metrics not logged yet"),
+            pytest.param({"evolve_every": 7, "max_steps": 8}, id="before an event", marks=pytest.mark.slow),
+            pytest.param(
+                {"logging_steps": 3, "max_steps": 9, "evolve_every": 4},
+                id="metrics not logged yet",
+                marks=pytest.mark.slow,
+            ),
             pytest.param(
                 {
                     "teacher_reward": "rarity",
@@ -51,10 +55,17 @@ class TestExactResume:
                     "max_steps": 9,
                 },
                 id="what teachers are paid for",
+                marks=pytest.mark.slow,
             ),
-            pytest.param({"single_agent": True, "max_steps": 9, "per_device_train_batch_size": 6}, id="single agent"),
             pytest.param(
-                {"teacher_reward": "paper", "ratings": "trueskill", "evolve_every": 7, "max_steps": 9}, id="as printed"
+                {"single_agent": True, "max_steps": 9, "per_device_train_batch_size": 6},
+                id="single agent",
+                marks=pytest.mark.slow,
+            ),
+            pytest.param(
+                {"teacher_reward": "paper", "ratings": "trueskill", "evolve_every": 7, "max_steps": 9},
+                id="as printed",
+                marks=pytest.mark.slow,
             ),
             pytest.param({"pool_every": 7, "evolve_every": 5, "max_steps": 11}, id="students that are pooled"),
         ],
@@ -73,9 +84,14 @@ class TestExactResume:
         ("settings", "cut"),
         [
             pytest.param({"max_steps": 8, "save_steps": 9}, 2, id="in the first epoch"),
-            pytest.param({"max_steps": 8}, 3, id="at an epoch's end"),
+            pytest.param({"max_steps": 8}, 3, id="at an epoch's end", marks=pytest.mark.slow),
             pytest.param({"num_train_epochs": 3}, 5, id="in a later epoch, counted in epochs"),
-            pytest.param({"max_steps": 9, "steps_per_generation": 2, "evolve_every": 4}, 5, id="within a generation"),
+            pytest.param(
+                {"max_steps": 9, "steps_per_generation": 2, "evolve_every": 4},
+                5,
+                id="within a generation",
+                marks=pytest.mark.slow,
+            ),
             pytest.param(
                 {"max_steps": 10, "num_iterations": 2, "steps_per_generation": 2, "evolve_every": 4, "beta": 0.04},
                 7,
@@ -85,9 +101,17 @@ class TestExactResume:
                 {"member_prompts": "own", "evolve_every": 0, "pool_every": 2, "max_steps": 8},
                 4,
                 id="prompts of their own, pooled",
+                marks=pytest.mark.slow,
             ),
-            pytest.param({"students": 1, "evolve_every": 0, "max_steps": 8, "logging_steps": 3}, 5, id="one member"),
-            pytest.param({"shuffle_dataset": False, "max_steps": 8}, 5, id="without shuffling"),
+            pytest.param(
+                {"students": 1, "evolve_every": 0, "max_steps": 8, "logging_steps": 3},
+                5,
+                id="one member",
+                marks=pytest.mark.slow,
+            ),
+            pytest.param(
+                {"shuffle_dataset": False, "max_steps": 8}, 5, id="without shuffling", marks=pytest.mark.slow
+            ),
         ],
     )
     def test_a_cut_run_on_prompts_equals_a_straight_one(self, base, tmp_path, settings, cut):
@@ -147,9 +171,8 @@ def steps_played(run: Path) -> list[int]:
 
 
 class TestKill:
-    @pytest.mark.parametrize(
-        "sort", [pytest.param({}, id="game"), pytest.param(ON_PROMPTS, id="prompts", marks=pytest.mark.slow)]
-    )
+    @pytest.mark.slow
+    @pytest.mark.parametrize("sort", [{}, ON_PROMPTS], ids=["game", "prompts"])
     def test_killed_at_random_moments(self, base, tmp_path, monkeypatch, sort):
         """Saves take a good part of the time here, so that kills fall into them."""
         for name, value in without_extras().items():

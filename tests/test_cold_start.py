@@ -251,6 +251,7 @@ class Interrupt(TrainerCallback):
         control.should_training_stop = True
 
 
+@pytest.mark.slow
 def test_an_interrupted_cold_start_goes_on_to_the_same_adapter(tmp_path):
     settings = {"documents": 24, "documents_per_step": 1}
     cold_start.main(arguments_of(tmp_path / "whole", **settings))

@@ -180,12 +180,13 @@ def train(base: str, run: str, sort: dict, told: Any, hold: bool, rank: int, wor
 
 class TestLock:
     @pytest.mark.multiprocess
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("world", "sort"),
         [
             pytest.param(1, {}, id="game"),
-            pytest.param(2, {}, id="two ranks", marks=pytest.mark.slow),
-            pytest.param(1, ON_PROMPTS, id="prompts", marks=pytest.mark.slow),
+            pytest.param(2, {}, id="two ranks"),
+            pytest.param(1, ON_PROMPTS, id="prompts"),
         ],
     )
     def test_a_run_keeps_others_out_until_it_is_killed(self, base, tmp_path, monkeypatch, world, sort):

@@ -400,6 +400,7 @@ print("rows", len(table), "tasks", len(archive), "rated", sum(rate is not None f
 """
 
 
+@pytest.mark.slow
 def test_the_command_pushes_population_and_archive_to_hf_endpoint(finished, tmp_path):
     server = HubServer()
     environment = {

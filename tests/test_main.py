@@ -123,6 +123,7 @@ def test_the_version_is_told(capsys):
     assert capsys.readouterr().out == f"populora {trl_populora.__version__}\n"
 
 
+@pytest.mark.slow
 def test_a_checkout_that_is_not_installed_knows_its_version(tmp_path):
     """As the benchmarks run from one on a machine that has the other packages."""
     others = [path for path in Path(sysconfig.get_path("purelib")).iterdir() if "trl_populora" not in path.name]

@@ -27,6 +27,7 @@ CASES = {
     },
     "weights of rewards": {"loss_type": "dapo", "reward_weights": [2.0, 0.5]},
 }
+SLOW = {"dr_grpo", "cispo", "two optimizer steps a generation", "two generations an optimizer step"}
 STEPS = 10
 STEPS_OF_FOUR = 4
 
@@ -58,7 +59,9 @@ def check_equal(trainer, judge, gradients, factors, stock, exact: bool = True) -
         assert (factors[key] - expected).norm() / expected.norm() < 1e-5, key
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES]
+)
 def test_a_population_of_one_is_trls_own_run(random_base, start, tmp_path, case):
     options = CASES[case] | {"max_steps": STEPS}
     stock = stock_run(random_base, start, tmp_path / "stock", "a", **options)

@@ -394,7 +394,15 @@ class TestSmoke:
     """Two steps of every recipe as it stands, small; GPU recipes on a random model of their architecture."""
 
     @pytest.mark.usefixtures("two_plots")
-    @pytest.mark.parametrize("name", [name for name in CONFIGS if HARDWARE.get(name, ("", 1))[1] == 1])
+    @pytest.mark.parametrize(
+        "name",
+        [
+            # The recipes of the embedded base here, those of larger models in the slow suite.
+            pytest.param(name, marks=[] if name.startswith("tiny/") else pytest.mark.slow)
+            for name in CONFIGS
+            if HARDWARE.get(name, ("", 1))[1] == 1
+        ],
+    )
     def test_one_process(self, name, qwen, tmp_path, monkeypatch):
         monkeypatch.chdir(ROOT)  # seed tasks are named from there
         tiny = {"model_name_or_path": "tiny", "eval_tasks": few_held_out(tmp_path)}

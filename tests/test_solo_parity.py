@@ -46,7 +46,7 @@ LOSSES = {
     "two iterations per generation": {"loss_type": "grpo", "num_iterations": 2, "beta": 0.04},
     "Adam's own epsilon": {"loss_type": "dapo", "adam_epsilon": 1e-8},
 }
-SLOW = {"grpo with KL", "dapo", "dr_grpo", "cispo", "cispo with KL"}
+SLOW = {"grpo with KL", "dapo", "dr_grpo", "cispo", "dapo with KL", "cispo with KL"}
 
 
 def joint_trainer(base: str, output_dir, lora, rows_of=rows_of_step, broken=None, **options) -> PopuLoRATrainer:

@@ -47,6 +47,7 @@ def run_python(program: str, *first_on_path: str) -> str:
     return (done.stdout + done.stderr).strip().splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_missing_vllm_is_an_error_before_the_base_is_looked_at(tmp_path):
     program = BLOCKED + (
         "from trl_populora.config import PopuLoRAConfig\n"
@@ -63,6 +64,7 @@ def test_the_window_is_that_of_the_extra():
     assert trl_versions.window("vllm").specifier == WINDOW
 
 
+@pytest.mark.slow
 def test_a_version_outside_the_window_is_an_error(tmp_path):
     """A package named vllm of a version that does not exist yet, first on the path."""
     (tmp_path / "vllm").mkdir()
