@@ -107,6 +107,19 @@ def test_samples_have_the_distribution_of_the_model(monkeypatch):
     check_distribution()
 
 
+def test_a_row_keeps_its_temperature_when_the_others_have_ended_or_never_were():
+    """The cold row goes on for rounds after the hot one has ended."""
+    model, prompt = base(BASES["Llama"]), PROMPTS[0]
+    (greedy,) = generated(model, [prompt], settings(eos_token_id=[0]))
+    ends = sorted(set(range(24)) - {*greedy[:-1]})
+    sampling = settings(do_sample=True, top_k=0, eos_token_id=ends)
+    torch.manual_seed(0)
+    hot, cold = complete(model, [prompt] * 2, [0, 1], no_route, sampling, temperatures=[50.0, 1e-5])
+    assert len(hot) <= decoding.ROUND < len(cold)
+    assert cold == greedy
+    assert complete(model, [prompt], [1], no_route, sampling, temperatures=[1e-5]) == [greedy], "a part of the rows"
+
+
 def test_settings_that_look_at_all_tokens_look_at_those_of_earlier_rounds():
     model = base(BASES["Llama"])
     config = settings(no_repeat_ngram_size=2, repetition_penalty=1.3)

@@ -382,7 +382,21 @@ def test_a_cuda_graphs_scores_are_divided_row_by_row():
     scores = torch.tensor([[1.0, 2.0], [1.0, 2.0]])
     (divide,) = _divide_by_row([0.5, 2.0], torch.device("cpu"))
     assert divide(None, scores).tolist() == [[2.0, 4.0], [0.5, 1.0]]
-    assert not _divide_by_row([0.5, 0.5], torch.device("cpu"))
+    (divide,) = _divide_by_row([0.5, 0.5], torch.device("cpu"))
+    assert divide(None, scores).tolist() == [[2.0, 4.0], [2.0, 4.0]]
+    assert not _divide_by_row(None, torch.device("cpu"))
+
+
+def test_members_that_have_come_to_one_value_have_that_one_and_not_the_first(random_base, tmp_path):
+    """As where a child inherits, or a member is replaced: TRL's own value is the first of the list."""
+    lists = {"temperature": [0.5, 1.0], "epsilon": [0.1, 0.3], "beta": [0.04, 0.01]}
+    trainer, _ = population_trainer(random_base, tmp_path, ["a", "b"], **lists)
+    for member in trainer.population:
+        member.settings |= {"temperature": 1.0, "epsilon": 0.3, "beta": 0.01}
+    assert trainer._temperatures == [1.0, 1.0]
+    with trainer._weigh_by_member(torch.tensor([0, 1])):
+        for found, wanted in ((trainer.epsilon_low, 0.3), (trainer.epsilon_high, 0.3), (trainer.beta.values, 0.01)):
+            assert found.flatten().tolist() == [pytest.approx(wanted)] * 2
 
 
 def test_a_members_seed_changes_samples_and_not_the_first_adapters(random_base, tmp_path):

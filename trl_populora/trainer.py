@@ -790,9 +790,9 @@ class PopuLoRATrainer(HubTrainer):
 
     @property
     def _temperatures(self) -> list[float]:
-        """The temperature of each adapter, by index; empty if all have TRL's."""
+        """The temperature of each seat, by index; empty if all have TRL's."""
         temperatures = self.population.list_values("temperature", self.temperature)
-        return temperatures if len({*temperatures}) > 1 else []
+        return [] if {*temperatures} == {self.temperature} else temperatures
 
     def _score_by_member(self, model: Any, members: torch.Tensor) -> Any:
         """Makes the model divide each row's scores by its member's temperature, if members differ in temperature."""
@@ -804,7 +804,10 @@ class PopuLoRATrainer(HubTrainer):
     # Update: rewards, advantages, micro-batches
 
     def _reward(self, played: Played) -> torch.Tensor:
-        """Asks TRL's reward functions for the rewards of the rows of all ranks, `[W * R, functions]`. Collective."""
+        """
+        Lets TRL call the reward functions with this rank's rows. Returns the rewards of all ranks, `[W * R,
+        functions]`. Collective.
+        """
         return super()._calculate_rewards(*played.for_reward_functions)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
@@ -963,9 +966,10 @@ class PopuLoRATrainer(HubTrainer):
         epsilons = self.population.list_values("epsilon", self.args.epsilon)
         betas = start.choose_betas(self.args, self.population)
         found: dict[str, Any] = {}
-        if len({*betas}) > 1:
+        # Members may have come to one value that is not TRL's: children inherit, and a member may be replaced.
+        if {*betas} != {self.beta}:
             found["beta"] = PerRow(torch.tensor(betas, device=members.device)[members])
-        if len({*epsilons}) > 1:
+        if {*epsilons} != {self.epsilon_low}:
             found["epsilon_low"] = torch.tensor(epsilons, device=members.device)[members][:, None]
             if self.args.epsilon_high is None:  # then TRL takes `epsilon` for both
                 found["epsilon_high"] = found["epsilon_low"]

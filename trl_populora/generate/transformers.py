@@ -154,8 +154,7 @@ def complete(
     Returns:
         Token ids of each row's completion, length R. An end token is part of the completion.
     """
-    warmth = [sampling.temperature] * len(prompts) if temperatures is None else temperatures
-    if len({*warmth}) > 1:
+    if temperatures is not None:
         sampling = copy.copy(sampling)
         sampling.temperature = 1.0  # `_divide_by_row` divides the scores instead
     # In this order a member's rows stand together, so the routed layers need not gather them.
@@ -177,7 +176,7 @@ def complete(
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     if can_record(base, sampling, cache, len(order), width + sampling.max_new_tokens):
         with torch.no_grad(), route([members[row] for row in order]), group_queries():
-            divide = _divide_by_row([warmth[row] for row in order], model.device)
+            divide = _divide_by_row(temperatures and [temperatures[row] for row in order], model.device)
             new = generate_with_graph(base, cache, ids, mask, going, sampling, divide)
         for row, tokens in zip(order, _cut_at_end(new, sampling)[0], strict=True):
             completions[row] = tokens
@@ -193,7 +192,7 @@ def complete(
         part.return_dict_in_generate = True
         with torch.no_grad(), route([members[row] for row in rows]), group_queries():
             # transformers applies these processors before those that look at probabilities, such as `top_p`.
-            divide = _divide_by_row([warmth[row] for row in rows], model.device)
+            divide = _divide_by_row(temperatures and [temperatures[row] for row in rows], model.device)
             output = model.generate(
                 input_ids=ids,
                 attention_mask=mask,
@@ -214,9 +213,9 @@ def complete(
     return completions
 
 
-def _divide_by_row(temperatures: Sequence[float | None], device: torch.device) -> LogitsProcessorList:
-    """Makes the processor that divides each row's scores by its temperature; none if all rows have the same."""
-    if len({*temperatures}) == 1:
+def _divide_by_row(temperatures: Sequence[float] | None, device: torch.device) -> LogitsProcessorList:
+    """Makes the processor that divides each row's scores by its temperature; none without temperatures."""
+    if temperatures is None:
         return LogitsProcessorList()
     divisors = torch.tensor(temperatures, device=device)[:, None]
     return LogitsProcessorList([lambda ids, scores: scores / divisors])

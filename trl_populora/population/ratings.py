@@ -103,7 +103,7 @@ def uniform_weight(p: float, kappa: float) -> float:
 
 
 STRATEGIES = {"pfsp": pfsp_weight, "uniform": uniform_weight}
-Weight = Callable[[Member, Member], float]  # takes a student and a teacher
+Weight = Callable[[Member, Member], float]  # of a pair: the student comes first, then the teacher
 
 
 def choose_weight(name: str, kappa: float) -> Weight:

@@ -265,7 +265,10 @@ def list_members(population: Mapping[str, Any], members: Iterable[Mapping[str, A
 
 
 def _decided_by(population: Mapping[str, Any], words: str) -> bool:
-    """Says whether figures that are called so decided who is best, also where several had the highest."""
+    """
+    Says whether the figure that `words` name decided who is the best student. Also true if several students had the
+    highest figure, and the rating decided between them.
+    """
     why = population.get("best_student_by", "")
     return why == words or why.endswith(f"the highest {words}")
 

@@ -104,7 +104,7 @@ def find_reward_functions(asked: PromptArguments) -> list[str | Callable]:
         `ValueError`: If a name is none of TRL's, and no function of the user's own.
     """
     model = [asked.reward_model_name_or_path] if asked.reward_model_name_or_path else []
-    # YAML gives a single text where the user writes no list.
+    # Where the user names one function without a list, YAML gives one text.
     names = [asked.reward_funcs] if isinstance(asked.reward_funcs, str) else asked.reward_funcs or ()
     return [*model, *map(_find_reward, names)]
 
