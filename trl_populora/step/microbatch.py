@@ -98,8 +98,8 @@ def plan_micro_batches(
         The packs of each micro-batch. There are `R / size` micro-batches, rounded up, where R counts skipped rows as
         well. The last ones may be empty.
     """
-    # A micro-batch may have as many tokens, padding included, as `size` rows with the step's longest prompt and longest
-    # completion. Many short rows may take the place of a long one.
+    # A micro-batch may have as many tokens, padding included, as `size` rows with the step's longest prompt and its
+    # longest completion. Many short rows may take the place of a long one.
     budget = size * (max(asked) + max(answered))
 
     def lay(rows: Sequence[int]) -> Layout:
