@@ -441,7 +441,11 @@ def test_seats_with_prompts_of_their_own_have_orders_of_their_own(random_base, t
         random_base, tmp_path, ["a", "b"], member_prompts="own", max_members=4, seed=[44, 42]
     )
     seeds = [stream.seed for stream in trainer._get_train_sampler().streams]
-    assert seeds == [44, 42, 45, 46]
+    assert seeds == [44, 42, 46, 47], "the third would have 46 and the fourth 47 without a list, too"
+    trainer, _ = population_trainer(
+        random_base, tmp_path / "other", ["a", "b"], member_prompts="own", max_members=3, seed=[42, 44]
+    )
+    assert [stream.seed for stream in trainer._get_train_sampler().streams] == [42, 44, 45], "44 is taken"
 
 
 REFUSED = {

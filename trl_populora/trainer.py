@@ -9,6 +9,7 @@ the order of its phases.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -626,12 +627,13 @@ class PopuLoRATrainer(HubTrainer):
         assert args.generation_batch_size is not None, "TRL sets it"
         own = args.generation_batch_size // members
         # A seat's seed decides the order of its prompts: one order for all, or with prompts of their own one for each
-        # seat, where seats without a listed seed count on from the highest one.
+        # seat. A seat without a listed seed gets the run's seed plus its index, or the next one that is free.
         seeds = [args.seed] * members
         if args.member_prompts == "own":
             given = args.member_values.get("seed", [])
-            free = max([args.seed - 1, *given]) + 1  # no two seats have one order
-            seeds = [*given, *range(free, free + members - len(given))]
+            seeds = [*given]
+            for place in range(len(given), members):
+                seeds.append(next(seed for seed in itertools.count(args.seed + place) if seed not in seeds))
         table = range(len(self.train_dataset) // members)
         streams = [
             RepeatSampler(

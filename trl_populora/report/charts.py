@@ -100,7 +100,7 @@ def mark_births(axis: Axes, run: Run, label: bool = True) -> None:
     """Draws a dotted vertical line at each step of `Run.births`."""
     for index, step in enumerate(run.births):
         # Only the first line has a label: the legend names each label once.
-        text = "evolution" if label and not index else None
+        text = run.marked.removesuffix(" events") if label and not index else None
         axis.axvline(step, color=GREY, linestyle=":", linewidth=0.9, zorder=0, label=text)
 
 

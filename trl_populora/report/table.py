@@ -235,7 +235,8 @@ def list_members(population: Mapping[str, Any], members: Iterable[Mapping[str, A
     answers = any("reward" in member for member in shown)
     columns: dict[str, Callable[[Mapping[str, Any]], str]] = {"member": lambda member: member["name"]}
     if answers:
-        settings = [member.get("settings") or {} for member in both]
+        # Older records of members that have left have no settings.
+        settings = [member["settings"] for member in both if member.get("settings")]
         names = {name: None for own in settings for name in own}  # in the order of the settings
         for name in (name for name in names if len({str(own.get(name)) for own in settings}) > 1):
             columns[name] = partial(_format_setting_of, name)
