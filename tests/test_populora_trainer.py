@@ -571,6 +571,16 @@ class TestMembers:
         assert not {p.pid for p in psutil.Process().children(recursive=True)} - before
 
 
+def run_script(script: str, changes: dict[str, str]) -> dict:
+    """Runs a script of README with some texts replaced, each of which it has once. Returns its names."""
+    for text, replacement in changes.items():
+        assert script.count(text) == 1, text
+        script = script.replace(text, replacement)
+    names: dict = {}
+    exec(script, names)
+    return names
+
+
 class TestReadme:
     def test_the_script_runs_as_it_stands_but_for_sizes(self, random_base, tmp_path, monkeypatch):
         """Nothing in it may need a GPU; its adapters are what its last comment says."""
@@ -579,15 +589,12 @@ class TestReadme:
         _, script = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
         small = "teachers=1, students=1, proposals_per_teacher=2, attempts_per_task=2, per_device_train_batch_size=6"
         small += ", max_steps=1, max_completion_length=8, prompt_style='compact', sandbox_workers=1"
-        for text, replacement in {
+        changes = {
             '"Qwen/Qwen2.5-0.5B-Instruct"': repr(random_base),
             "teachers=4, students=4, max_steps=200": small,
-        }.items():
-            assert script.count(text) == 1, text
-            script = script.replace(text, replacement)
+        }
         monkeypatch.chdir(tmp_path)
-        names: dict = {}
-        exec(script, names)
+        names = run_script(script, changes)
         stock = PeftModel.from_pretrained(
             AutoModelForCausalLM.from_pretrained(random_base), tmp_path / "runs/mine/members/student_0"
         )
@@ -598,15 +605,12 @@ class TestReadme:
         section = readme.read_text().partition("## In your own script\n")[2]
         script, _ = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
         small = "use_cpu=True, bf16=False, report_to=[], max_steps=1, num_generations=2, per_device_train_batch_size=2"
-        for text, replacement in {
+        changes = {
             '"Qwen/Qwen2.5-0.5B-Instruct"': repr(random_base),
             'GRPOConfig("runs/colors")': f'GRPOConfig("runs/colors", {small}, max_completion_length=8)',
-        }.items():
-            assert script.count(text) == 1, text
-            script = script.replace(text, replacement)
+        }
         monkeypatch.chdir(tmp_path)
-        names: dict = {}
-        exec(script, names)
+        names = run_script(script, changes)
         assert names["has_color"](["It is blue.", "green"], color=["blue", "yellow"]) == [1.0, 0.0]
         for place in range(4):
             assert (tmp_path / f"runs/colors/members/student_{place}/adapter_model.safetensors").exists()

@@ -221,8 +221,8 @@ class Tryout:
         Computes a `max_completion_length`: 1.5 times the 95th percentile of lengths in the chosen style, rounded up to
         a multiple of `ROUNDING`.
 
-        Completions that were cut do not count, because nobody knows how long they would have been. If all of the style
-        were cut, the longest completion of any style counts in place of the percentile.
+        Completions that were cut do not count, because nobody knows how long they would have been. If all
+        completions in this style were cut, the longest completion in any style takes the place of the percentile.
         """
         style = self.choose().style
         rows = zip(self.questions, self.completions, self.cut, strict=True)

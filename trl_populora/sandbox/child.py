@@ -82,7 +82,8 @@ def run_payload(payload: Payload, guard: Guard, answer: list) -> Calls[bytes]:
     except BaseException as error:  # noqa: B036 - a program may raise anything, and any of it is its result
         raised = error
     else:
-        # What the guard has found stands even if the program has caught the exception that was to stop the program.
+        # The guard stops a program by an exception. A program that catches it is judged by the guard's finding all the
+        # same.
         return pack_answer(*guard.finding) if guard.finding else pack_answer(word, outputs)
     if guard.finding:
         return pack_answer(*guard.finding)

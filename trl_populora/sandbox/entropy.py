@@ -308,8 +308,8 @@ class Limits:
 
 def guard_sys(facade: type, limits: Limits, stop: Callable[[str], Any]) -> None:
     """
-    Adds guarded attributes to a class of `sys` facades. Attributes for limits and for the version give an answer.
-    Attributes in `_FACTS` stop the program.
+    Adds guarded attributes to a class of `sys` facades. A program may read limits and the version.
+    Reading an attribute in `_FACTS` stops it.
     """
     given: dict[str, object] = {name: getattr(limits, name) for name in _LIMITS}
     given["version_info"] = Version(lambda: stop("sys.version_info depends on the interpreter"))

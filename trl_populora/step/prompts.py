@@ -167,7 +167,7 @@ class MemberScores:
 
     def note_generation(self, means: Mapping[str, float], learning: Collection[str]) -> None:
         """
-        Notes the members' mean rewards in a generation.
+        Notes the members' mean rewards in the last generation, and who had a row with an advantage in it.
 
         Args:
             means: Mean rewards by `name@version`; NaN of a member that no function judges.

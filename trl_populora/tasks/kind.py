@@ -73,7 +73,7 @@ class Reject(str, Enum):
         return self.value
 
 
-# The reasons that `teacher_reward: paper` does not know: there, what parses, runs and is deterministic is valid.
+# With `teacher_reward: paper` no proposal is refused for these reasons: it has to parse, run and be deterministic.
 GUARDS = frozenset(
     reason.value
     for reason in (

@@ -1,7 +1,7 @@
 """Complexity: how demanding a program is, and how many shapes of programs a run has seen.
 
 These are the figures of the paper's curriculum (arXiv 2605.16727). Programs are read with the standard library's
-`ast`. Other packages do not fit: radon is dormant, mccabe gives one of the four measures, and complexipy none.
+`ast`. Other packages were not taken: radon is dormant, mccabe computes one of the four measures, and complexipy none.
 """
 
 from __future__ import annotations
