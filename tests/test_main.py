@@ -318,13 +318,40 @@ def test_a_refusal_is_all_that_a_training_command_says(tmp_path):
     assert done.stderr == "populora quickstart: `students` must be at least 1, got 0.\n"
 
 
-def test_wandb_without_a_key_is_told_before_anything_is_loaded(tmp_path, monkeypatch):
-    for name in [name for name in os.environ if name.startswith("WANDB_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    with pytest.raises(SystemExit, match="^populora quickstart: `report_to` names wandb, which has no key"):
-        cli.main(["quickstart", "--report_to", "wandb", "--output_dir", str(tmp_path / "run")])
+# In a process of its own: W&B reads its settings once in a process.
+WITHOUT_A_KEY = """
+import os, sys
+import wandb
+from trl_populora import PopuLoRAConfig, __main__ as cli
+from trl_populora.start import check_wandb
+
+output = sys.argv[1] + "/run"
+for way_out in ["mode", "a run"]:
+    try:
+        cli.main(["quickstart", "--report_to", "wandb", "--output_dir", output])
+    except SystemExit as refusal:
+        print(refusal)
+    if way_out == "mode":
+        os.environ["WANDB_MODE"] = "offline"
+    else:
+        run = wandb.init(mode="offline", dir=sys.argv[1])
+    check_wandb(PopuLoRAConfig(output, report_to="wandb"))
+    if way_out == "mode":
+        del os.environ["WANDB_MODE"]
+        wandb.teardown()
+run.finish()
+"""
+
+
+def test_wandb_without_a_key_is_told_before_anything_is_loaded_and_each_way_out_is_one(tmp_path):
+    env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    env |= {"HOME": str(tmp_path), "NETRC": str(tmp_path / "none"), "WANDB_SILENT": "true"}
+    command = [sys.executable, "-c", WITHOUT_A_KEY, str(tmp_path)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=env, stdin=subprocess.DEVNULL, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("populora quickstart: `report_to` names wandb, which has no key") == 2
     assert not (tmp_path / "run").exists()
 
 

@@ -244,7 +244,8 @@ def check_output_dir(path: str) -> None:
 
 def check_wandb(args: PopuLoRAConfig) -> None:
     """
-    Checks that W&B can be reached as a user, if the run reports to it. W&B itself would say so when training starts.
+    Checks that W&B can be reached as a user, if the run reports to it and its caller started no W&B run. W&B itself
+    would say so when training starts.
 
     Raises:
         `ValueError`: If W&B has no key, and nobody can be asked for one.
@@ -253,9 +254,12 @@ def check_wandb(args: PopuLoRAConfig) -> None:
         return
     import wandb
 
+    if wandb.run is not None:  # which transformers goes on with
+        return
     online = wandb.setup().settings.mode not in ("offline", "disabled", "dryrun")
     with suppress(wandb.Error):  # of a refused key, or no network, W&B itself tells when training starts
         if online and not wandb.login(prompt=False):
+            wandb.teardown()  # or what is set after the refusal, in a notebook, would not be read
             raise ValueError(
                 "`report_to` names wandb, which has no key here. Log in once (`wandb login`), set `WANDB_API_KEY`, "
                 "keep the figures on this machine (`WANDB_MODE=offline`), or leave wandb out of `report_to`."
