@@ -197,7 +197,7 @@ class TestErrors:
             read_mixture({"nowhere_at_all:f": 1}, (), "mutations")
 
     def test_a_number_that_a_weight_of_ones_own_does_not_hear_of_is_refused(self, make_args):
-        with pytest.raises(ValueError, match="`pfsp_kappa=1.0` says nothing to `matchmaking="):
+        with pytest.raises(ValueError, match="your own function, and it does not read `pfsp_kappa=1.0`"):
             make_args(matchmaking=f"{HERE}:weigh", pfsp_kappa=1.0)
 
     @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ class TestErrors:
             ("member/student_0/grad_norm", "is another metric's name"),
             ("step_time", "is another metric's name"),
             ("epoch", "is another metric's name"),
-            ("eval_mine", "begins as the names of an evaluation do"),
+            ("eval_mine", "begins like the metrics of an evaluation"),
         ],
     )
     @pytest.mark.parametrize("source", ["own_metrics", "log_metric"])

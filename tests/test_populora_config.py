@@ -161,11 +161,11 @@ def test_what_a_refusal_suggests_passes_every_check_without_a_warning_of_lone_pr
         ({"teacher_reward": len}, "`teacher_reward` must be one of guarded"),
         (
             {"teacher_reward": "my:pay", "teacher_reward_unsolved": 0.1},
-            "`teacher_reward_unsolved=0.1` says nothing to `t",
+            "it does not read `teacher_reward_unsolved=0.1`",
         ),
         (
             {"student_reward": "my:pay", "student_reward_wrong": 0.1},
-            "`student_reward_wrong=0.1` says nothing to `stude",
+            "it does not read `student_reward_wrong=0.1`",
         ),
         ({"teacher_beta": 0.1, "beta": 0.04}, "`teacher_beta=0.1` is for teachers alone: leave `beta` at 0"),
         ({"teacher_beta": -0.1}, "`teacher_beta` must be at least 0, got -0.1"),

@@ -260,7 +260,7 @@ def test_a_task_that_copying_solves_is_none(sandbox, seed_tasks, kind, program, 
     referee = make_game(sandbox, seed_tasks, None, None, kinds=(kind,)).referee
     (found,) = referee.judge([Written(kind.name, proposal(program, given))], random.Random(0))
     if copied and style != "compact":
-        assert found == Refusal(Reject.COPIED, "what the student is shown is a right answer")
+        assert found == Refusal(Reject.COPIED, "the student can copy a right answer from the task")
     else:
         assert isinstance(found, Task)
 

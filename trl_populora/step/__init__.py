@@ -1,4 +1,4 @@
-"""One population step: match, propose, verify, solve, grade, price, rate. Then its update.
+"""One population step: match, propose, verify, solve, grade, price and rate, and then the update of all members.
 
 slot.py        a task of a step, and all that becomes of it
 play.py        `play_step`: a list of slots goes through all phases

@@ -1,10 +1,11 @@
-"""Update, before any forward: from rewards to advantages, and to the factors that make a joint step equal solo steps.
+"""The first part of the update: rewards become advantages. Also computes the factors that make a joint step equal
+solo steps.
 
     rewards [R, functions] --weights--> rewards_R --baseline--> advantages_R --> this rank's plan (microbatch.py)
                                         num_tokens_R ---------> factors_R
 
-In this file R counts the rows of all ranks, because a group may span ranks. Each rank keeps its slice afterwards. `_R`
-in a name says that the shape is `[R]`, one entry per row.
+In this file R counts the rows of all ranks, because a group may span ranks. Afterwards each rank takes the entries of
+its own rows, and plans its micro-batches. `_R` in a name says that the shape is `[R]`, one entry per row.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ FLAT = 1e-6  # rewards that differ by less count as equal
 
 BASELINES = ("group", "member")  # what may be subtracted from a reward, see [`compute_advantages`]
 
-# What TRL's `_compute_loss` divides the sum over all rows by: their number (in `dr_grpo` times a constant), or the
-# number of their completion tokens.
+# For each `loss_type`, the number by which TRL's `_compute_loss` divides the loss summed over all rows: the number of
+# rows, or the number of their completion tokens. `dr_grpo` divides by a constant, too.
 LOSS_NORMALISERS = {"grpo": "rows", "dr_grpo": "rows", "dapo": "tokens", "cispo": "tokens"}
 
 REORDERS = "it reorders rows, so that other members' adapters would compute them"
@@ -48,8 +49,8 @@ COUPLE_MEMBERS = (
     ("sync_ref_model", False, "it would move the reference, which is the frozen base that all members share"),
     ("router_aux_loss_coef", 0.0, "the load of the experts is balanced over all members' tokens"),
     ("ds3_gather_for_generation", True, "routed layers need the whole base while members generate"),
-    ("ddp_static_graph", None, "which layers a step reaches follows from its rows"),
-    ("off_policy_mask_threshold", None, "it drops rows by the sign of advantages, as if all were of one policy"),
+    ("ddp_static_graph", None, "the layers that a step uses depend on its rows"),
+    ("off_policy_mask_threshold", None, "whether it drops a row depends on the sign of the row's advantage"),
 )
 
 
@@ -93,8 +94,8 @@ class Scorer:
         self.settings, self.population, self.reward_weights = settings, population, reward_weights
         self.ends = ends if settings.mask_truncated_completions else None
         self.rank, self.sharing, self.skips_blank_rows = rank, sharing, skips_blank_rows
-        # Set if seats may be empty: how many rows a generation has, and how many micro-batches an optimizer step, when
-        # every seat has a member.
+        # A dataset run sets both, because its seats may be empty: how many rows a generation would have, and how many
+        # micro-batches an optimizer step would have, if every seat had a member.
         self.rows_of_all: int | None = None
         self.micro_batches_of_all = 0
 
@@ -176,7 +177,8 @@ def compute_step_advantages(
     """
     kinds_R, groups_R = (_number([record[name] for record in records]) for name in ("kind", "group"))
     advantages_R = torch.zeros_like(rewards_R)
-    # While one role is computed, the other role's rows are NaN and get advantage 0. So the sum puts both together.
+    # Each pass gives advantage 0 to the rows of the other role, because their reward is NaN in it. So the sum of both
+    # passes holds the advantages of both roles.
     for role, baseline in baselines.items():
         others_R = torch.tensor([record["role"] != role for record in records], device=rewards_R.device)
         own_R = rewards_R.masked_fill(others_R, float("nan"))
@@ -237,8 +239,8 @@ def compute_advantages(
         baseline: What is subtracted from a reward. `"group"` is the mean over the row's group (GRPO, arXiv
             2402.03300), the default for students. `"member"` is the mean over the member's rows of one kind, the
             default for teachers, whose prompts all differ. It follows task-relative REINFORCE++ of Absolute Zero
-            (arXiv 2505.03335). The only row that a member has of a kind would be its own mean, so it is compared with
-            its group.
+            (arXiv 2505.03335). If a member has only one row of a kind, the mean would be that row's own reward. So the
+            mean over the row's group is subtracted instead.
         scaled: Whether advantages are divided by the standard deviation of the rows that the baseline averages. Dr.
             GRPO (arXiv 2503.20783) does not divide.
 
@@ -329,9 +331,10 @@ def compute_member_factors(
     """
     Computes for each row how many times smaller its member's update is in the joint loss than in solo training.
 
-    TRL divides the sum over all rows of an optimizer step by their number (`grpo`; `dr_grpo` also by a constant) or by
-    their completion tokens (`dapo`, `cispo`). In solo training TRL would divide by the member's rows or tokens only.
-    The factor is the first divisor over the second: where rows count, a member with a third of the rows gets 3.
+    TRL divides the loss, summed over all rows of an optimizer step, by the number of rows (`grpo`; `dr_grpo` also by a
+    constant) or of completion tokens (`dapo`, `cispo`). In solo training TRL would divide by the member's own rows or
+    tokens. The factor is the joint divisor over the solo divisor. With `grpo` a member with a third of the rows gets
+    3.
 
     [`~trl_populora.lora.layers.Router.set`] takes the factors with the rows, and the routed layer multiplies the
     member's *gradients* by them. So every term of the loss gets the factor, the KL term (`beta`) too. A factor on the
@@ -341,8 +344,8 @@ def compute_member_factors(
         members_R: Member index of each row of the generation batch, over all ranks.
         num_tokens_R: Completion tokens of each row that count in the loss.
         loss_type: TRL's `loss_type`.
-        rows: The number of rows by which TRL divides; R when `None`. If seats are empty, fewer rows exist, and this
-            number stays that of all seats. Tokens are counted in the rows that exist.
+        rows: The number of rows by which TRL divides; R when `None`. It is above R in a dataset run with empty seats,
+            because TRL counts rows for these seats, too. A loss that divides by tokens ignores it.
 
     Returns:
         Factors of shape `[R]`, fp32, the same for all rows of a member. Where tokens count, a member without any gets

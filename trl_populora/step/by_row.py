@@ -6,7 +6,7 @@
 
 So members with different settings share micro-batches, as members with equal settings do.
 
-Shapes: B rows of a micro-batch, N rows of the forward, L tokens of its longest row, K tokens that are scored.
+Shapes: B rows of a micro-batch, N rows of the forward, L tokens of its longest row, K tokens that the head scores.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from trl.trainer import utils as trl_utils
 
 class PerRow:
     """
-    Stands for `beta` in TRL's loss, with a value per row. The loss asks whether `beta` is 0, and multiplies by it.
+    Takes the place of the number `beta` in TRL's loss, and has one value per row. TRL's loss asks whether `beta` is 0,
+    and multiplies by `beta`.
 
     Args:
         values: `beta` of each row, `[B]`.
@@ -79,7 +80,10 @@ class _HeadByTemperature:
     def apply(
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: Any, labels: torch.Tensor, _: float, *others: Any
     ) -> tuple[torch.Tensor | None, ...]:
-        """Computes what TRL's function computes, tensors `[K]`. If TRL skips no token, K counts all tokens."""
+        """
+        Returns the tensors that TRL's function would return, each `[K]`. K counts the tokens that have a label; or all
+        tokens, if TRL scores tokens without a label, too.
+        """
         whole = len(hidden) == self.scored.numel()
         temperatures = (self.temperatures.flatten() if whole else self.temperatures[self.scored]).to(hidden.device)
         places, parts = [], []

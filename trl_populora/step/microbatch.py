@@ -1,4 +1,4 @@
-"""Update: which rows of a step are computed together, how they enter the model, and what the loss says of them.
+"""Update: which rows of a step are computed together, how they enter the model, and the figures of TRL's loss.
 
     rows of a step [R, P + C] --plan_micro_batches--> packs --cut--> micro-batches [B, P' + C'], of unequal sizes
 
@@ -15,16 +15,17 @@ the longest completion. So a micro-batch holds few long rows or many short ones.
 There are two sorts of blank rows. All other rows are *live*.
 
 - *Skipped rows* belong to the step, and no micro-batch holds them. Without a KL term a row has no gradient if its
-  advantage is 0 (often because every attempt of its group did equally well) or if all its tokens are masked. It still
-  counts in every normaliser, so the update without it stays the same but for rounding.
-- *Filler rows* belong to no step. They have masks of 0. TRL wants the same number of micro-batches in every step, and
-  gathers one value per row from all ranks. So an empty micro-batch gets one filler row, and a micro-batch with fewer
-  rows than on another rank is filled up. A micro-batch of filler rows alone is skipped where the trainer's
-  `_compute_loss` can do without it: on a GPU it would take nearly as long as a full one.
+  advantage is 0 (often because every attempt of its group did equally well) or if all its tokens are masked. Wherever
+  the loss is divided by a number of rows or tokens, skipped rows are counted. So leaving them out changes the update
+  by rounding at most.
+- *Filler rows* belong to no step. They have masks of 0. TRL wants the same number of micro-batches in every step. So
+  an empty micro-batch gets one filler row. TRL also gathers one value per row from all ranks. So filler rows are added
+  until a micro-batch has equally many rows on all ranks. If a micro-batch has filler rows alone, the trainer's
+  `_compute_loss` skips it where it can: on a GPU it would take nearly as long as a full one.
 
-With half of the rows skipped and prompts shared, the update of eight adapters takes .19 of the time of stock TRL's
-update of one adapter at the shape of a 7B base with completions of 256 tokens (H200, bf16). With completions of up to
-2048 tokens it takes .12 (width 256, on a CPU). `benchmarks/RESULTS.md` has both.
+The update of eight adapters was compared with stock TRL's update of one adapter, with half of the rows skipped and
+with shared prompts. It took 19 % of TRL's time at the shape of a 7B base, with completions of 256 tokens (H200, bf16).
+It took 12 % on a CPU with a base of width 256 and completions of up to 2048 tokens. `benchmarks/RESULTS.md` has both.
 
 Shapes: R rows of this rank, B rows of a micro-batch, P prompt tokens (left-padded), C completion tokens
 (right-padded), N rows of the forward, L tokens of its longest row.
@@ -51,8 +52,8 @@ from trl.trainer import utils as trl_utils
 Batch = dict[str, torch.Tensor]
 Packs = list[list[int]]  # `packs[i]` lists the training rows that row i of the forward computes together
 
-# Columns that are padded on the left to P, or on the right to C. `importance_sampling_ratio` is [R, 1] in sequence
-# modes.
+# Prompt columns are padded on the left to P tokens, completion columns on the right to C tokens. One exception:
+# `importance_sampling_ratio` is [R, 1] if `vllm_importance_sampling_mode` begins with `sequence`.
 _PROMPT_COLUMNS = ("prompt_ids", "prompt_mask")
 _COMPLETION_COLUMNS = (
     "completion_ids",
@@ -62,9 +63,9 @@ _COMPLETION_COLUMNS = (
     "sampling_per_token_logps",
     "importance_sampling_ratio",
 )
-# Columns that are 0 in filler rows. Then the ratio to the old policy is finite, and no token counts. The column
-# `ref_per_token_logps` is set after the forward, in the trainer's `_compute_loss`: without a prompt the KL of a filler
-# row may be infinite, and infinity times the mask's 0 is NaN.
+# Columns that are 0 in filler rows. Then the ratio to the old policy is finite, and no token counts. For the column
+# `ref_per_token_logps` 0 would not do: the KL of a filler row could be infinite, and infinity times the mask's 0 is
+# NaN. The trainer's `_compute_loss` sets it for filler rows after the forward, so that their KL is 0.
 _BLANKED_COLUMNS = (
     "prompt_mask",
     "completion_mask",
@@ -143,8 +144,8 @@ def take_turns(members: Sequence[int], lengths: Sequence[int], prompts: Sequence
         prompts: Rows with the same number stay together; `None` if prompts do not matter.
 
     Returns:
-        Groups of rows that should share a micro-batch: the rows of one prompt, or one row of each member that still
-        has one.
+        Groups of rows that should share a micro-batch. With `prompts` a group holds all rows of one prompt. Without
+        `prompts` a group holds one row from each member that has rows left.
     """
     # Per member, its rows from long to short, grouped by prompt where prompts matter.
     queues: dict[int, dict[int, list[int]]] = {member: {} for member in sorted(set(members))}
@@ -161,7 +162,9 @@ def _fill(
     batches: list[list[int]], groups: Sequence[list[int]], size: int, exceeds: Callable[[Sequence[int]], bool]
 ) -> None:
     """Adds the groups of one role's rows to the last micro-batch while they fit, then to new ones."""
-    first = True  # a role begins a new micro-batch, unless the last one still has fewer than `size` rows
+    # If the last micro-batch has fewer than `size` rows, the first rows of a role are added to it. Else they begin a
+    # new one.
+    first = True
     for group in groups:
         splits = ([group[start::count] for start in range(count)] for count in range(1, len(group) + 1))
         # A group that does not fit into one micro-batch is split into as few pieces as possible, of about
@@ -199,10 +202,11 @@ def compute_by_micro_batch(
     Computes log-probabilities micro-batch by micro-batch, and puts them back into the order of the rows.
 
     Args:
-        forward: Computes the log-probabilities of one micro-batch, `[B, C]`, where C is that of the micro-batch.
+        forward: Computes the log-probabilities of one micro-batch, `[B, C']`. C' is the micro-batch's longest
+            completion.
         batches: Micro-batches with a column `row`, the place of each row in the result.
-        rows, columns: Size of the result.
-        together: Whether ranks meet in every forward. Then micro-batches of filler rows alone are computed, too.
+        rows, columns: R and C, the size of the result.
+        together: Whether every forward needs all ranks. Then micro-batches of filler rows alone are computed, too.
 
     Returns:
         Log-probabilities of shape `[R, C]`. Rows in no micro-batch are NaN.
@@ -270,8 +274,8 @@ def match_ranks(batches: Sequence[Batch], rows: int) -> tuple[list[Batch], dict[
         rows, and `tokens`, their completion tokens. The metrics are means over the ranks.
     """
     device = batches[0]["member"].device
-    # Every rank has the same number of micro-batches. So one gather tells for each the most rows that a rank has, and
-    # the sums over the ranks.
+    # One gather is enough, because every rank has the same number of micro-batches. For each micro-batch it gives the
+    # largest number of rows on any rank, and the live rows and tokens of all ranks together.
     sizes = [(len(b["member"]), count_live_rows([b]), int(b["completion_mask"].sum())) for b in batches]
     everywhere = gather(torch.tensor(sizes, device=device)[None])
     most, (live, tokens) = everywhere[..., 0].amax(0), everywhere[..., 1:].sum(0).unbind(1)
@@ -363,14 +367,15 @@ def _is_column(value: torch.Tensor) -> bool:
 # the completion's last token, which predicts nothing. Log-probabilities and gradients equal those of separate rows,
 # but for rounding.
 
-# What TRL's method returns: log-probabilities, entropies if asked for, and a load-balancing loss, which the config
-# refuses.
+# What TRL's method returns: log-probabilities, entropies if asked for, and a loss that balances the load of experts.
+# The last is `None`, because the config refuses `router_aux_loss_coef`.
 LogProbs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 # TRL's method `_get_per_token_logps_and_entropies`, `(model, input_ids, attention_mask, logits_to_keep) -> LogProbs`.
 Compute = Callable[..., LogProbs]
 
-# A dense mask makes a pair of tokens cost about twice its multiplications: its score is also written, masked and
-# exponentiated. benchmarks/RESULTS.md has measured .5 to 2.2 times.
+# Under a dense mask, attention to a pair of tokens takes about 2 times as long as its multiplications alone, because
+# the pair's score is also written, masked and exponentiated. Between .5 and 2.2 times was measured
+# (benchmarks/RESULTS.md).
 PAIR_SLOWDOWN = 2.0
 
 
@@ -409,8 +414,8 @@ def why_not_shared(base: nn.Module) -> str:
     """
     Says why rows of a base model cannot share a prompt; empty if they can.
 
-    Sharing needs attention that obeys any mask, in all decoder layers. And it needs positions that can be passed in,
-    and of which only the distances count.
+    Sharing needs attention that obeys any mask, in all decoder layers. It also needs a base that takes positions as an
+    argument, and in which only the distance between two positions matters (rotary positions).
     """
     config = base.config.get_text_config()
     attention = base.config._attn_implementation
@@ -496,7 +501,7 @@ class Layout:
         rows = torch.tensor(self.heads, device=ids.device)
         seen = mask[rows]
         if not self.used:
-            seen = torch.ones_like(seen)  # attention to nothing would give NaN
+            seen = torch.ones_like(seen)  # a row whose tokens are all masked would give NaN
         found = compute(model, ids[rows], seen, length)
         return _each(found, lambda values: values.new_zeros(len(ids), length).index_copy(0, rows, values))
 
@@ -533,9 +538,9 @@ class Layout:
 
     def _cells(self, columns: int, first: int) -> Iterator[tuple[torch.Tensor, ...]]:
         """
-        Yields three tensors for each row of the forward, with one entry per token: its place in the flattened
-        micro-batch, its branch (0 is the shared part of the prompt), and its position. Completions begin at column
-        `first`.
+        Yields three tensors for each row of the forward. They say of each token where it stands in the flattened
+        micro-batch, to which branch it belongs (0 is the shared part of the prompt), and which position it has.
+        Completions begin at column `first`.
         """
         for pack in self.packs:
             shared = self.prompts[pack[0]] - 1
@@ -638,8 +643,8 @@ def measure_sampling(output: Batch) -> dict[str, float]:
     Measures how far vLLM's probabilities of the samples are from the trainer's, over the computed rows of all ranks.
     Collective.
 
-    TRL's figures take in rows that are not computed: their ratio counts as 1, and a rank without a computed row
-    counts as no difference at all.
+    TRL's own figures also take in rows that are not computed, and would be wrong here. TRL takes a ratio of 1 for each
+    of these rows, and a difference of 0 for a rank that computes no row.
 
     Args:
         output: What TRL made of this rank's rows. `old_per_token_logps`, `[R, C]`, is NaN where a row is not computed.
@@ -704,7 +709,8 @@ class LossMetrics:
         """
         for name, values in figures.items():
             parts = self._parts.setdefault(name, [])
-            # TRL's mean over rows has the filler rows in its divisor: times `over` it is a sum again.
+            # TRL has divided a sum by all tokens, or by all rows, filler rows included. `over` is this divisor:
+            # `value * over` is the sum again. `weight` is the divisor without filler rows.
             over, weight = (rows, live) if self.by_row and "clip_ratio" in name else (tokens, tokens)
             parts += [(value, over, weight) for value in values if tokens]
 
@@ -722,10 +728,11 @@ def _of_step(name: str, parts: Sequence[tuple[float, int, int]]) -> float:
 
 class MemberMetrics:
     """
-    Collects by member what TRL's loss tells of all rows together: means over a member's tokens in the loss.
+    Collects for each member the figures that TRL's loss logs for all rows together. Each figure is a mean over the
+    member's tokens that count in the loss.
 
-    TRL logs one figure per micro-batch, which holds rows of several members. So sums are taken here, of the values
-    that the loss is made of. They stay on the device until the end of the optimizer step.
+    TRL logs one figure per micro-batch, which holds rows of several members. So this class itself sums the values of
+    each member's tokens. The sums stay on the device until the end of the optimizer step.
 
     Args:
         by_row: As of [`LossMetrics`].
@@ -734,7 +741,7 @@ class MemberMetrics:
 
     def __init__(self, by_row: bool, one_sided: bool):
         self.by_row, self.one_sided = by_row, one_sided
-        self._sums: dict[str, torch.Tensor] = {}  # by figure, or "tokens": a sum per member
+        self._sums: dict[str, torch.Tensor] = {}  # name of the figure, or "tokens", to one sum per member
 
     def add(self, batch: Batch, log_probs: LogProbs, bounds: tuple[Any, Any], members: int) -> None:
         """
@@ -783,7 +790,7 @@ class MemberMetrics:
         Args:
             names: Names of the seats, by index.
         """
-        # Every rank has at least the last micro-batch of the step, which is always computed.
+        # No rank is without sums here: the last micro-batch of a step is always computed.
         sums, self._sums = self._sums, {}
         sums = dict(zip(sums, reduce(torch.stack([*sums.values()])), strict=True))
         tokens = sums.pop("tokens")

@@ -109,7 +109,7 @@ def pay_rare(task: Outcome) -> float:
 # What a solved task may earn its teacher, by the name in `teacher_reward`.
 PAY: Mapping[str, TeacherReward] = {
     "guarded": pay_failures,
-    "paper": pay_failures,  # and none of our guards, see `price_proposals`
+    "paper": pay_failures,  # unlike "guarded" it goes without our guards, see `price_proposals`
     "learnability": pay_spread,
     "rarity": pay_rare,
 }
@@ -180,8 +180,8 @@ def student_share(outcome: Outcome) -> float:
 @dataclass(frozen=True)
 class Rules:
     """
-    What a proposal and an attempt are worth. `play.py` calls the first and the third rule once per outcome, and the
-    second once per answer.
+    What a proposal and an attempt are worth. `play.py` calls `teacher_reward` and `student_share` once per outcome,
+    and `student_reward` once per answer.
 
     Args:
         teacher_reward: Takes an [`Outcome`], returns what its teacher is paid; by default `"guarded"`.
@@ -232,7 +232,8 @@ def check_choice(option: str, name: object, named: Collection[str], prices: Mapp
     if name not in named and prices:
         given = " and ".join(f"`{price}={value}`" for price, value in prices.items())
         raise ValueError(
-            f"{given} says nothing to `{option}={name}`, which decides alone. Leave unset what it does not read."
+            f"`{option}={name}` is your own function, and it does not read {given}. Leave unset what only the "
+            "built-in rules read."
         )
 
 
@@ -271,7 +272,7 @@ def estimate_chance(known: float, mistakes: Iterable[str], attempts: int) -> flo
 
     Args:
         known: The estimate that needs no attempts, from the answer's form and from blind answers.
-        mistakes: What each readable wrong answer comes to; equal texts are the same mistake.
+        mistakes: One text per readable wrong answer: its value. Equal texts are the same mistake.
         attempts: All attempts, right ones included.
     """
     return max(known, count_guessed(mistakes) / attempts)

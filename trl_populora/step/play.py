@@ -48,13 +48,15 @@ class Game:
             archive must hold a task, because archived tasks take the place of refused proposals.
         referee: Decides what is a task and what is right.
         player: Generates for the members.
-        proposals: Proposals per teacher over all ranks; without teachers, given tasks in a step.
+        proposals: How many proposals a teacher writes in a step, on all ranks together. In a run without teachers: how
+            many given tasks each student gets in a step.
         attempts: Attempts per task, G.
-        references: K, the number of archived tasks to show a proposing teacher. A kind of task may choose another one.
-        seed: Seeds all that a step draws, except pairs and tokens.
+        references: K, how many archived tasks a prompt for a proposal shows. A kind of task may choose another number.
+        seed: Decides all random draws of a step, except who is paired with whom and which tokens are sampled.
         iterations: Optimizer steps from one play to the next.
-        replays: Archived tasks per match that its student attempts beside the proposals, over all ranks.
-        shuffle: Without teachers, whether each pass through the given tasks has an order of its own.
+        replays: How many archived tasks the student of each match attempts beside the proposals, on all ranks
+            together.
+        shuffle: In a run without teachers: whether each pass through the given tasks has an order of its own.
         rules: What a proposal and an attempt are worth.
         features: What the last accepted tasks use. This state carries over from step to step, too.
         metrics: Further metrics, computed from the records of a step's rows.
@@ -125,7 +127,10 @@ def play_step(game: Game, done: int, reward: Reward) -> Played:
 
 
 def _propose(game: Game, matches: Sequence[Match], done: int, rng: random.Random) -> list[Slot]:
-    """Opens a slot for each proposal of this rank, and lets the teachers write. Kinds rotate, also over the steps."""
+    """
+    Opens a slot for each proposal of this rank, and lets the teachers write. A teacher's proposals take the kinds of
+    task in turn. Each step begins with the next kind.
+    """
     kinds = list(game.referee.kinds.values())
     part = game.proposals // game.player.world
     slots = []
@@ -133,7 +138,7 @@ def _propose(game: Game, matches: Sequence[Match], done: int, rng: random.Random
         if not match.teacher:
             continue
         for place in range(game.player.rank * part, (game.player.rank + 1) * part):
-            # `done` counts optimizer steps; with several per play it grows by as many from one play to the next.
+            # `done` counts optimizer steps, and `iterations` of them follow one play. So the quotient counts plays.
             kind = kinds[(place + done // game.iterations) % len(kinds)]
             drawn = game.referee.draw_references(kind, game.archive, game.references, rng)
             prompt, shown = game.referee.proposal_prompt(kind, drawn)
@@ -153,7 +158,10 @@ def _complete(game: Game, samples: Sequence[Sample]) -> None:
 
 
 def _fill(game: Game, slots: Sequence[Slot], rng: random.Random) -> None:
-    """Draws an archived task for each slot, of the slot's kind if possible. It stays if the proposal is refused."""
+    """
+    Draws an archived task for each slot, of the slot's kind if possible. If the slot's proposal is refused, students
+    attempt this archived task instead.
+    """
     names = list(game.referee.kinds)
     for slot in slots:
         slot.task = (game.archive.sample([slot.kind], 1, rng) or game.archive.sample(names, 1, rng))[0]
@@ -175,8 +183,8 @@ def _draw_replays(game: Game, matches: Sequence[Match], rng: random.Random) -> l
 
 def _draw_given(game: Game, matches: Sequence[Match], done: int) -> list[Slot]:
     """
-    Without teachers, opens slots with this rank's part of the step's given tasks, the same for every student. The run
-    goes through all tasks pass after pass. With `shuffle` each pass has another order.
+    In a run without teachers, opens slots with this rank's part of the step's given tasks. Every student gets the same
+    tasks. The run goes through all given tasks again and again. With `shuffle` each pass has another order.
     """
     students = [match for match in matches if not match.teacher]
     if not students:
@@ -196,8 +204,8 @@ def _draw_given(game: Game, matches: Sequence[Match], done: int) -> list[Slot]:
 
 def _verify(game: Game, slots: Sequence[Slot], step: int, rng: random.Random) -> list[Task]:
     """
-    Decides which proposals are tasks. A task that is in the archive already is a duplicate, which is no task unless
-    the referee has no guards.
+    Decides which proposals are tasks. A proposal that is in the archive already is refused as a duplicate. A referee
+    without guards accepts duplicates.
 
     Returns:
         The accepted tasks of all ranks.
@@ -276,8 +284,8 @@ def _conclude(game: Game, slot: Slot, chance: float) -> Outcome:
 
 def _price(game: Game, slots: Sequence[Slot], reward: Reward) -> Played:
     """
-    Says what everything is worth, and is the only place that does: the pay of each proposal and attempt, the student's
-    share of each proposal, and, once rows are made, the rewards of the rows. Collective.
+    Decides the pay of each proposal and attempt, and the student's share of each proposal. Then makes the rows, and
+    asks for their rewards. No other function of the step decides what something is worth. Collective.
     """
     for slot in slots:
         if slot.proposal is not None and slot.outcome is not None:
@@ -306,8 +314,8 @@ def _note_results(game: Game, tasks: Sequence[Task], records: Sequence[Mapping[s
 
 def _collect_shares(matches: Sequence[Match], records: Sequence[Mapping[str, Any]]) -> dict[Match, list[float]]:
     """
-    Collects per match the student's share of each proposal; archived tasks do not count. Without teachers, it collects
-    the student's solve rate at each given task.
+    Collects for each match the student's share of each proposal. Attempts at archived tasks do not count. In a run
+    without teachers it collects the student's solve rate at each given task.
     """
     shares: dict[int, list[float]] = {match.index: [] for match in matches}
     seen = set()  # groups of attempts that are counted already

@@ -3,8 +3,9 @@
     rows of this rank [R] --the members write--> completions --TRL's reward functions--> rewards [W * R, functions]
         --PromptScorer--> advantages as TRL computes them for each member alone, rows by optimizer step
 
-A rank's rows stand member by member, and each member has equally many rows. What TRL sets for a whole run holds for
-each member here: rows of a generation, attempts at a prompt, optimizer steps of a generation.
+A rank's rows stand member by member, and each member has equally many rows. TRL has settings for the rows of a
+generation, the attempts at a prompt and the optimizer steps of a generation. Here they hold for each member, not for
+all members together.
 
 Shapes: R rows of this rank, W ranks, M members, N rows of a member on all ranks, G attempts at a prompt.
 """
@@ -68,11 +69,12 @@ class PromptScorer(Scorer):
         super().__init__(**others)
         self.attempts, self.optimizer_steps = attempts, optimizer_steps
         self.rows_of_all, self.micro_batches_of_all = rows_of_all, micro_batches_of_all
-        self._judges = False  # whether a function has given a number in this training
+        self._judges = False  # whether any reward function has given a number since training began
 
     def _weigh_rewards(self, played: Played, members_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
         rewards_R = sum_rewards(played.rewards, self.reward_weights)
-        # Once a function has given a number, a generation without any is trained on with advantage 0, as in TRL.
+        # Until a reward function has given a number, a generation without numbers is an error. Later all rows of such
+        # a generation get advantage 0, as in TRL.
         self._judges = self._judges or not bool(rewards_R.isnan().all())
         if not self._judges:
             raise ValueError(
@@ -145,14 +147,16 @@ class MemberScores:
         self.evaluated: dict[str, float] = {}
         self.learned: dict[str, bool] = {}
         self.step = -1
-        self._tables: list[dict[str, float]] = []  # one per table that was evaluated at this step
+        # Mean rewards by `name@version`, one dict per table of `eval_dataset` that was evaluated at `step`.
+        self._tables: list[dict[str, float]] = []
 
     def choose(self, step: int, rated: bool) -> tuple[dict[str, float], str]:
         """
         Chooses the figures that decide which member is best.
 
-        If the last evaluation was at this step, its mean rewards decide. Else the ratings decide, and the figures are
-        empty. Members that get different prompts have no ratings; then the mean rewards of the last generation decide.
+        1. If the last evaluation was at `step`, its mean rewards decide.
+        2. Else, if members have ratings, the ratings decide. No figures are returned.
+        3. Else (members that get different prompts have no ratings) the mean rewards of the last generation decide.
 
         Args:
             step: Optimizer steps so far.
@@ -171,7 +175,7 @@ class MemberScores:
 
         Args:
             means: Mean rewards by `name@version`; NaN of a member that no function judges.
-            learning: Those of them that have a row with an advantage.
+            learning: Names (`name@version`) of the members that have a row with an advantage.
         """
         self.trained = dict(means)
         for name in means:
@@ -213,7 +217,8 @@ class MemberScores:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a state of `state_dict`."""
         self.trained, self.evaluated = dict(state["trained"]), dict(state["evaluated"])
-        # Checkpoints of earlier versions do not say who has learned. Nobody is accused without a reason.
+        # Checkpoints of earlier versions do not say who has learned. Then every member counts as having learned, so
+        # that none is reported as a member that never learned.
         self.learned = dict(state.get("learned", dict.fromkeys(self.trained, True)))
         self.step = int(state["step"])
 

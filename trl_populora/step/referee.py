@@ -48,7 +48,8 @@ WAY_OUT = (
 )
 _JOB = (Job, type(None))
 _REFUSED = (Reject, Refusal)
-# Answers that no student wrote (`Referee.try_answers`) may use a quarter of the CPU limit, to cost little time.
+# Divides the CPU limit of answers that no student wrote (`Referee.try_answers`). They may take a quarter of the CPU
+# seconds, so that they cost little time.
 GUESS_HEADROOM = 4.0
 
 
@@ -59,8 +60,8 @@ class Grade:
 
     Args:
         attempt: The answer as its kind read it.
-        right: Whether it is right.
-        said: What the answer comes to, by `TaskKind.identify_mistake`. Equal texts are the same mistake.
+        right: Whether the answer is right.
+        said: What `TaskKind.identify_mistake` returns: a text for the mistake. Equal texts are the same mistake.
     """
 
     attempt: Attempt
@@ -83,8 +84,8 @@ class Referee:
     Poses tasks, judges proposals and grades attempts.
 
     No prompt is cut. A proposal prompt leaves out references, and a solving prompt leaves out solved tasks, until the
-    prompt fits into the context. A proposed task that does not fit alone is refused. If a kind returns a wrong type,
-    the error names the kind.
+    prompt fits into the context. A proposed task is refused if its prompt alone does not fit. If a kind returns a
+    wrong type, the error names the kind.
 
     Args:
         kinds: The run's kinds of task by name, in rotation order.
@@ -92,8 +93,8 @@ class Referee:
         style: Prompt style, `"turns"`, `"chat"` or `"compact"`.
         forbidden: Texts that no task may contain, see `tasks/kind.py`.
         held_out: Tasks that are refused as proposals.
-        free_tokens: Takes a prompt, and gives the tokens of the context that it leaves free beside the longest
-            completion. Below 0 the prompt does not fit.
+        free_tokens: Takes a prompt, and returns a number of tokens: the context, less the longest completion, less the
+            prompt. Below 0 the prompt does not fit.
         shots: Most solved tasks that students are shown before the task to solve.
         guarded: Whether copies and duplicates are refused (`play.py` finds the duplicates). False with
             `teacher_reward: paper`.
@@ -115,8 +116,9 @@ class Referee:
         """
         count = check_type(kind.name, "reference_count", kind.reference_count(k), (int,))
         drawn = archive.sample(kind.reference_kinds, count, rng)
-        # A kind that writes no program asks about a task of its `reference_kinds`. Where references are earlier turns,
-        # further tasks are drawn for these turns, of the kind that is proposed.
+        # If a kind writes no program, its proposals are about a task that is drawn from its `reference_kinds`. In a
+        # style that shows references as earlier turns, further tasks are drawn for these turns: tasks of the kind
+        # itself.
         if kind.shows_turns(self.style) and not kind.writes_program:
             drawn += archive.sample([kind.name], k, rng)
         return drawn
@@ -150,7 +152,8 @@ class Referee:
         Writes the prompt that puts a task to a student.
 
         Raises:
-            `ValueError`: If it does not fit into the context. It does fit if [`is_too_long`] is false for the task.
+            `ValueError`: If the prompt does not fit into the context. This cannot happen to a task for which
+                [`is_too_long`] is false.
         """
         prompt = self._pose(task)
         if (missing := -self.free_tokens(prompt)) > 0:
@@ -162,8 +165,8 @@ class Referee:
 
     def is_too_long(self, task: Task) -> bool:
         """
-        Says whether a task is too long for the prompt that puts it to a student, or for one that asks a teacher for a
-        new task about its program.
+        Says whether a task is too long for the context, in one of two prompts: the one that puts the task to a
+        student, or one that asks a teacher for a new task about this task's program.
         """
         prompts = [self._pose(task)] if task.kind in self.kinds else []
         prompts += [
@@ -186,7 +189,7 @@ class Referee:
         return show_before([ask(subject) for subject in (*subjects, about)], [text for _, text in written])
 
     def _pose(self, task: Task) -> Messages:
-        """Writes the solving prompt, after as many solved tasks as fit, at most `shots`."""
+        """Writes the solving prompt. Solved tasks come before it: as many as fit, and at most `shots`."""
         kind = self.kinds[task.kind]
 
         def pose(posed: Task) -> Messages:
@@ -239,15 +242,15 @@ class Referee:
         ]
         tasks = [each for each in found if isinstance(each, Task)] if self.guarded else []
         copied = {task for task, right in zip(tasks, self.try_answers("copies", tasks), strict=True) if any(right)}
-        refusal = Refusal(Reject.COPIED, "what the student is shown is a right answer")
+        refusal = Refusal(Reject.COPIED, "the student can copy a right answer from the task")
         return [refusal if each in copied else each for each in found]
 
     def _parse(self, written: Written) -> Proposal | Refusal:
         found = self.kinds[written.kind].parse_proposal(written.text, written.references)
         parsed = check_type(written.kind, "parse_proposal", found, (Proposal, *_REFUSED))
         read = parsed if isinstance(parsed, Proposal) else Refusal.of(parsed)
-        # Without guards the program runs before the control texts are looked for: a program that fails has another
-        # price than a control text, which must not hide the failure.
+        # Without guards a failing program and a control text have different prices, and the failure counts. So the
+        # program runs first, and control texts are looked for afterwards.
         return screen(read, self.forbidden) if self.guarded else read
 
     def _accept(
@@ -301,7 +304,10 @@ class Referee:
         return Grade(attempt, right, said)
 
     def chances(self, tasks: Sequence[Task]) -> list[float]:
-        """Estimates the solve rate of guessing at each task, by the answer's form or blind answers: the higher one."""
+        """
+        Estimates for each task the solve rate that guessing gives. One estimate is from the form of the answer, the
+        other from blind answers; the higher one is returned.
+        """
         right = self.try_answers("guesses", tasks)
         told = [
             check_type(t.kind, "chance", estimate(self.kinds[t.kind], "chance", 0.0, t), (float, int)) for t in tasks
@@ -310,8 +316,14 @@ class Referee:
 
     def try_answers(self, method: str, tasks: Sequence[Task]) -> list[list[bool]]:
         """
-        Tries the answers that the method named `method` of each task's kind gives. Returns a list for each task, which
-        says of each answer whether it is right.
+        Asks each task's kind for answers to the task, and tries them in the sandbox.
+
+        Args:
+            method: Name of the kind's method that gives the answers: `"copies"` or `"guesses"`.
+            tasks: The tasks.
+
+        Returns:
+            For each task a list that says of each answer whether it is right.
         """
         answers = [
             (number, task, attempt)
@@ -346,13 +358,14 @@ def count_free_tokens(
     tokenizer: PreTrainedTokenizerBase,
 ) -> Callable[[Messages], int]:
     """
-    Makes the function that counts the tokens of the context that a prompt leaves free beside the longest completion.
-    Below 0 the prompt does not fit.
+    Makes a function that takes a prompt and returns how many tokens of the context stay free: `context` less `longest`
+    less the prompt's tokens. Below 0 the prompt does not fit.
 
     Args:
-        context: Tokens of context in the vLLM engine or server; where transformers generates, the tokens that the base
-            was trained on, because beyond them a base goes on without notice, and writes noise. `None` for a base
-            without a limit, such as a state-space model: then every prompt fits, with 0 free tokens.
+        context: Tokens of context. With vLLM it is the limit of the engine or server. With transformers it is the
+            number of tokens that the base was trained on, because a base writes noise beyond them, without an error.
+            `None` for a base without a limit, such as a state-space model: then the function returns 0 for every
+            prompt, so every prompt fits.
         longest: Tokens of the longest completion, `max_completion_length`. `None` counts as 1.
         tokenize: Gives the token ids of a prompt.
         tokenizer: The tokenizer whose chat template is used.

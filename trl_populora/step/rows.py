@@ -44,11 +44,19 @@ class Row:
     """
     One training row: a proposal or an attempt.
 
-    Reward functions see the fields of `COLUMNS`, files hold these and more, and other ranks get [`record`]. `program`
-    is the program of the task that was accepted or attempted, and `pay` what the rules pay. `share` is the student's
-    part of a proposal, `dropped` counts references that did not fit into a proposal prompt, `reject_detail` says
-    `reject_reason` in a sentence, and `features` are words for what the proposed task uses. `group` names the rows
-    that the baseline `"group"` compares: the attempts of one slot, or the proposals of one match.
+    Reward functions see the fields of `COLUMNS`. Files hold these and more. Other ranks get [`record`].
+
+    Args:
+        pay: What the rules pay for the row's completion.
+        program: The program of the task that was accepted or attempted.
+        share: The student's part of a proposal.
+        dropped: How many references did not fit into the proposal prompt.
+        reject_detail: `reject_reason` in a sentence.
+        features: Words for what the proposed task uses.
+        group: A name that rows have in common if the baseline `"group"` compares them: the attempts of one slot, or
+            the proposals of one match.
+
+    docs/files.md explains the other columns.
     """
 
     role: str
@@ -165,7 +173,7 @@ class Worth:
     Args:
         rewards, advantages, members: One entry per row; `members` are indices.
         factors: As [`~trl_populora.step.advantages.compute_member_factors`] returns them, one per row.
-        flat: Share of the groups of attempts in which all were worth the same.
+        flat: Share of the groups of attempts in which all rewards are equal.
     """
 
     rewards: torch.Tensor
@@ -192,14 +200,15 @@ class Played:
         slots: This rank's slots, from which the rows were made; none after a resume.
         tasks: Accepted proposals of all ranks; none after a resume.
         seconds: Wall time per phase on this rank.
-        metrics: Over all ranks; a user's own stand under keys that begin with `OWN_METRICS`.
+        metrics: The step's metrics over all ranks. Keys of a user's own metrics begin with `OWN_METRICS`.
         rewards: What every reward function gives for the rows of all ranks, `[W * R, functions]`, NaN for `None`.
         worth, local_worth: What the rows of all ranks are worth, and what this rank's are.
         plan: Which of this rank's rows are computed together, as
             [`~trl_populora.step.microbatch.plan_micro_batches`] returns it.
 
-    The last four are no arguments of the constructor. [`~trl_populora.step.play.play_step`] sets `rewards`, and
-    [`~trl_populora.step.advantages.Scorer.score`] sets the others. After a resume all four are absent.
+    `rewards`, `worth`, `local_worth` and `plan` are no arguments of the constructor.
+    [`~trl_populora.step.play.play_step`] sets `rewards`, and [`~trl_populora.step.advantages.Scorer.score`] sets the
+    other three. After a resume all four are absent.
     """
 
     rows: list[Any]
@@ -249,7 +258,10 @@ class Played:
         return {record["member"] for record in self.records}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns plain data: what a resume needs if more optimizer steps on these rows were due."""
+        """
+        Returns plain data for a checkpoint. A resume needs it if the checkpoint was written before the last optimizer
+        step on these rows.
+        """
         rows = [asdict(row) for row in self.rows]
         return {"rows": rows, "records": self.records, "seconds": {**self.seconds}, "metrics": {**self.metrics}}
 
@@ -376,8 +388,8 @@ def find_metrics(paths: Iterable[str]) -> list[Metrics]:
     Finds a user's own metrics, `module:function`: each takes the records of a step and gives numbers by name.
 
     Raises:
-        `ValueError`: If there is no such function. The functions that are returned raise it if one of the user's gives
-            anything but numbers by name.
+        `ValueError`: If there is no such function. Each function that is returned raises it, too, if the user's
+            function gives anything but numbers by name.
     """
     return [_find_metric(path) for path in paths]
 
@@ -398,10 +410,11 @@ def _find_metric(path: str) -> Metrics:
     return tell
 
 
-# Each name of a user's own metric begins with one of these until it is logged. Only then are all other names of the
-# step known, so that a name given twice is noticed.
+# Until a user's own metric is logged, its name has one of these prefixes. `name_own_metrics` takes the prefix away
+# just before logging. Only then are all other names known, and a name given twice is noticed.
 OWN_METRICS, LOG_METRIC = "`own_metrics`: ", "`log_metric`: "
-# What `Trainer` adds to a log after all others, and the key by which `run/read.py` knows the summary of a run.
+# Names that no own metric may have. `Trainer` adds `epoch` and `step` to a log last of all. By `train_runtime`
+# `run/read.py` recognises the summary of a run.
 _TAKEN = ("epoch", "step", "train_runtime")
 
 
@@ -418,16 +431,17 @@ def name_own_metrics(metrics: dict[str, list[float]], logs: Collection[str]) -> 
     Gives a user's own metrics their names, just before they are logged.
 
     Args:
-        metrics: All metrics that TRL has collected since the last log. The keys of a user's own are changed in place.
+        metrics: All metrics that TRL has collected since the last log. The keys of a user's own metrics are changed in
+            place.
         logs: Further keys of this log.
 
     Raises:
-        `ValueError`: If a name is that of another metric, or begins as those of an evaluation do.
+        `ValueError`: If another metric has the name, or if it begins with `eval_` or `eval/`.
     """
     for key in [key for key in metrics if key.startswith((OWN_METRICS, LOG_METRIC))]:
         source, _, name = key.partition(": ")
         taken = name in metrics or name in logs or name in _TAKEN
         if taken or name.startswith(("eval_", "eval/")):
-            reason = "is another metric's name" if taken else "begins as the names of an evaluation do"
+            reason = "is another metric's name" if taken else "begins like the metrics of an evaluation"
             raise ValueError(f"{source} gives {name!r}, which {reason}. Choose another one.")
         metrics[name] = metrics.pop(key)
