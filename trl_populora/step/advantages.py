@@ -77,7 +77,7 @@ class Scorer:
         reward_weights: One weight per reward function.
         ends: Ids of the tokens that end a completion. A completion with another last token was cut off.
         rank: Number of this process.
-        sharing: How the model takes rows with a shared prompt; `None` if it cannot.
+        sharing: How the model computes rows with a shared prompt; `None` if it cannot share prompts.
         skips_blank_rows: Whether the forward leaves out rows without advantage, and rows whose tokens are all masked.
     """
 
@@ -192,7 +192,8 @@ def compute_step_advantages(
 
 def measure_flat_fraction(records: Sequence[Mapping[str, Any]], rewards_R: torch.Tensor) -> float:
     """
-    Measures the share of groups whose attempts all have one reward. There the baseline `"group"` leaves no advantage.
+    Measures the share of groups in which all attempts have the same reward. There the baseline `"group"` leaves no
+    advantage.
     """
     groups: dict[str, list[float]] = {}
     for record, reward in zip(records, rewards_R.tolist(), strict=True):

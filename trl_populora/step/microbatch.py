@@ -93,7 +93,7 @@ def plan_micro_batches(
         asked, answered: Tokens of each row's prompt and completion. Both are 0 for rows to skip.
         num_teachers: Members below this index are teachers; so is a single agent.
         size: How many of the longest rows a micro-batch may hold (`per_device_train_batch_size`).
-        sharing: How the model takes shared prompts; `None` if it cannot.
+        sharing: How the model computes rows with a shared prompt; `None` if it cannot share prompts.
 
     Returns:
         The packs of each micro-batch. There are `R / size` micro-batches, rounded up, where R counts skipped rows as
@@ -315,8 +315,8 @@ def trim(batch: Batch, multiple: int = 1) -> Batch:
     """
     Cuts columns that are padding in every row, `multiple` at a time.
 
-    At least one prompt column and two completion columns stay. TRL's metrics take a single completion column for one
-    value per sequence, and apply no mask to it.
+    At least one prompt column and two completion columns stay. If there were one completion column, TRL's metrics
+    would read it as one value per sequence, and would not mask it.
     """
     # Prompts are padded on the left, completions on the right: cut from both ends.
     needed = batch["prompt_mask"].any(0)
@@ -382,11 +382,12 @@ PAIR_SLOWDOWN = 2.0
 @dataclass(frozen=True)
 class Sharing:
     """
-    How a model takes rows with a shared prompt.
+    How a model computes rows with a shared prompt.
 
     Args:
-        additive: Whether the model's attention adds the mask to scores (eager) instead of taking a boolean one (SDPA).
-        pair_cost: What attention costs per pair of tokens, as a share of what the linear layers cost per token.
+        additive: True if the model's attention adds the mask to scores (eager), False if it takes a boolean mask
+            (SDPA).
+        pair_cost: The cost of attention per pair of tokens, divided by the cost of the linear layers per token.
         multiple: L is a multiple of it (`pad_to_multiple_of`).
     """
 
@@ -402,7 +403,7 @@ class Sharing:
 
 
 def estimate_pair_cost(config: PretrainedConfig) -> float:
-    """Estimates what attention costs per pair of tokens, as a share of what the linear layers cost per token."""
+    """Estimates the cost of attention per pair of tokens, divided by the cost of the linear layers per token."""
     heads = config.num_attention_heads
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
@@ -468,7 +469,10 @@ class Layout:
         return len(self.packs) * self.width
 
     def cost(self, sharing: Sharing | None) -> float:
-        """Estimates the forward's cost, in tokens through linear layers. Without `sharing` attention is left out."""
+        """
+        Estimates the forward's cost. The unit is the cost of one token in the linear layers. Without `sharing` the
+        cost of attention is left out.
+        """
         return self.grid * (1 + (0 if sharing is None else sharing.pair_cost) * self.width)
 
     def log_probs(
@@ -488,7 +492,7 @@ class Layout:
             model: The model, which `compute` calls.
             ids, mask: The micro-batch, `[B, P + C]`.
             length: C.
-            sharing: How the model takes rows with a shared prompt; needed if the layout has branches.
+            sharing: How the model computes rows with a shared prompt; needed if the layout has branches.
         """
         with score_labels_alone():
             if self.branches and sharing is not None:
@@ -598,7 +602,8 @@ def lay_out(
     Args:
         prompts: A number per row. Rows with the same number have one member and one prompt.
         prompt_lengths, completion_lengths: Tokens of each row. A row without prompt tokens is left out.
-        sharing: How the model takes shared prompts. With `None` every row stands alone, whatever the budget.
+        sharing: How the model computes rows with a shared prompt. With `None` every row stands alone, whatever the
+            budget.
         budget: Most tokens, padding included.
     """
     # Rows by prompt, without those that are left out.

@@ -58,7 +58,7 @@ class Game:
             together.
         shuffle: In a run without teachers: whether each pass through the given tasks has an order of its own.
         rules: What a proposal and an attempt are worth.
-        features: What the last accepted tasks use. This state carries over from step to step, too.
+        features: Counts what the last accepted tasks use. This state carries over from step to step, too.
         metrics: Further metrics, computed from the records of a step's rows.
     """
 
@@ -103,7 +103,7 @@ def play_step(game: Game, done: int, reward: Reward) -> Played:
     with _time(seconds, "propose"):
         slots = _propose(game, matches, done, rng)
     with _time(seconds, "verify"):
-        # Archived tasks are drawn before this step's proposals enter the archive, so that none of these is drawn.
+        # Archived tasks are drawn before this step's proposals enter the archive. So none of these proposals is drawn.
         _fill(game, slots, rng)
         slots += _draw_replays(game, matches, rng) + _draw_given(game, matches, done)
         known = game.archive.programs
@@ -112,7 +112,8 @@ def play_step(game: Game, done: int, reward: Reward) -> Played:
         _solve(game, slots)
     with _time(seconds, "verify"):
         _grade(game, slots)
-    # `_price` gathers the records of all ranks. Ratings, notes and metrics come from these, the same on every rank.
+    # `_price` gathers the records of all ranks. Ratings, the archive's notes and metrics are computed from these
+    # records, so they are the same on every rank.
     played = _price(game, slots, reward)
     game.matchmaker.update(game.population, _collect_shares(matches, played.records))
     complexities = _note_results(game, tasks, played.records)
@@ -169,8 +170,8 @@ def _fill(game: Game, slots: Sequence[Slot], rng: random.Random) -> None:
 
 def _draw_replays(game: Game, matches: Sequence[Match], rng: random.Random) -> list[Slot]:
     """
-    Opens slots with archived tasks beside the proposals. They are drawn evenly over features, so that students keep
-    practising what teachers no longer propose.
+    Opens slots with archived tasks beside the proposals. The tasks are drawn evenly over features, so that students
+    keep practising what teachers no longer propose.
     """
     owners = [match for match in matches for _ in range(game.replays // game.player.world)]
     if not owners:
@@ -233,7 +234,7 @@ def _verify(game: Game, slots: Sequence[Slot], step: int, rng: random.Random) ->
                     words[outcome.task_id] = features
                 elif rank == game.player.rank:
                     found[place] = Refusal(Reject.DUPLICATE, "such a task was proposed or given before")
-    for task in accepted:  # all tasks are counted before one is priced, so no rarity depends on their order
+    for task in accepted:  # all tasks are counted before any is priced, so no rarity depends on their order
         game.features.add(words[task.task_id])
     for (slot, _), outcome in zip(proposed, found, strict=True):
         if isinstance(outcome, Task):

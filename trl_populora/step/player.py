@@ -28,7 +28,7 @@ class Player:
     Args:
         generate: `(prompts, members, seeds=None) -> completions`, one completion per prompt, in order. With `seeds`,
             one per prompt, the samples depend on seeds, prompts and members alone, and no other random generator
-            moves. Collective: all ranks must ask with the same number of prompts.
+            changes its state. Collective: all ranks must ask with the same number of prompts.
         gather: Collects one picklable object per rank into a list in rank order.
         rank, world: The number of this process, from 0, and how many processes there are.
     """

@@ -221,10 +221,17 @@ class Referee:
 
     def judge(self, proposals: Sequence[Written], rng: random.Random) -> list[Task | Refusal]:
         """
-        Decides what each proposal is: a task, or the first reason why not. The checks in order: its kind can read it;
-        it holds no control text (without guards this comes after the run); its kind accepts it, given what the sandbox
-        found; its outputs hold no control text; it is not held out; it fits into the context; and, with guards,
-        copying what is shown does not solve it. `play.py` finds duplicates later, where ranks meet.
+        Decides for each proposal whether it is a task. The first check that it fails is the reason of the refusal:
+
+        1. Its kind can read it.
+        2. It holds no control text. Without guards this is checked after the run.
+        3. Its kind accepts it, given what the sandbox found.
+        4. Its outputs hold no control text.
+        5. It is not a held-out task.
+        6. It fits into the context.
+        7. It is not solved by copying what the student is shown. Without guards this is not checked.
+
+        `play.py` finds duplicates later, where ranks meet.
         """
         return self.verify([(each.kind, self._parse(each)) for each in proposals], rng)
 
