@@ -45,7 +45,7 @@ COUPLE_MEMBERS = (
     ("multi_objective_aggregation", "sum_then_normalize", "it whitens over all members"),
     ("use_transformers_continuous_batching", False, REORDERS),
     ("use_transformers_paged", False, REORDERS),
-    ("optim_target_modules", None, "such optimizers group parameters by module instead of by member"),
+    ("optim_target_modules", None, "its optimizers group parameters by module instead of by member"),
     ("sync_ref_model", False, "it would move the reference, which is the frozen base that all members share"),
     ("router_aux_loss_coef", 0.0, "the load of the experts is balanced over all members' tokens"),
     ("ds3_gather_for_generation", True, "routed layers need the whole base while members generate"),
@@ -349,8 +349,8 @@ def compute_member_factors(
             because TRL counts rows for these seats, too. A loss that divides by tokens ignores it.
 
     Returns:
-        Factors of shape `[R]`, fp32, the same for all rows of a member. Where tokens count, a member without any gets
-        1.
+        Factors of shape `[R]`, fp32, the same for all rows of a member. If the loss divides by tokens, a member
+        without tokens gets 1.
 
     Raises:
         `ValueError`: If this loss type divides by something else than rows or tokens of the whole step.

@@ -528,7 +528,8 @@ class Layout:
             "shift_labels": predicted,
         }
 
-        def call_with_branches(labels, **inputs):  # TRL's labels assume that every token predicts the one after it
+        # Drops TRL's labels, which assume that every token predicts the one after it.
+        def call_with_branches(labels, **inputs):
             return model(**inputs | replaced)
 
         packed = ids.flatten()[places.clamp(min=0)]
@@ -580,7 +581,10 @@ def _each(found: LogProbs, spread: Callable[[torch.Tensor], torch.Tensor]) -> Lo
 
 
 def _mask_branches(branches: torch.Tensor, additive: bool) -> torch.Tensor:
-    """Says what each token sees, `[N, 1, L, L]`: itself, and earlier tokens of the shared part and of its branch."""
+    """
+    Makes the mask that says which tokens each token sees, `[N, 1, L, L]`: itself, and earlier tokens of the shared
+    part and of its own branch.
+    """
     keys, queries = branches[:, None, None, :], branches[:, None, :, None]
     steps = torch.arange(branches.shape[1], device=branches.device)
     seen = ((keys == 0) | (keys == queries)) & (steps[None, :] <= steps[:, None])

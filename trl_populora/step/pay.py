@@ -165,12 +165,12 @@ def student_share(outcome: Outcome) -> float:
     its proposals.
 
     - An invalid proposal gives the student 1.
-    - A task that attempts never solve, or no more often than guesses would, gives 0.5: both sides failed.
+    - A task that is never solved, or no more often than by guessing, gives 0.5: both sides failed.
     - Any other task gives the solve rate.
 
-    The paper does not state this rule. What teachers are paid does not change it. A teacher whose proposals are all
-    invalid loses every match, so its students' ratings rise without a task solved: read ratings beside
-    `propose/valid_rate`.
+    The paper does not state this rule. The rule is the same for every `teacher_reward`. A teacher whose proposals are
+    all invalid loses every match. Then its students' ratings rise, although they have solved none of its tasks. So
+    read ratings beside `propose/valid_rate`.
     """
     if not outcome.valid:
         return 1.0

@@ -6,7 +6,8 @@ A list of slots goes through the phases from `propose` to `price`, and each of t
 `slot.py`). A [`Player`] answers prompts, a [`Referee`] decides what is true, [`Rules`] say what is paid. Nothing here
 knows TRL.
 
-On several processes every rank holds an equal part of each match: P proposals per teacher, G attempts at each task.
+On several processes each rank plays an equal part of each match: P of the teacher's proposals, and for each of its
+tasks all G attempts.
 """
 
 from __future__ import annotations

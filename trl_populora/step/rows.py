@@ -183,7 +183,7 @@ class Worth:
     flat: float
 
     def part(self, rows: slice) -> Worth:
-        """Returns the worth of some rows; `flat` stays that of all."""
+        """Returns the worth of some rows; `flat` stays that of all rows."""
         columns = {name: getattr(self, name)[rows] for name in ("rewards", "advantages", "members", "factors")}
         return replace(self, **columns)
 
