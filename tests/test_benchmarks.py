@@ -40,7 +40,7 @@ def test_every_benchmark_finds_what_it_measures():
 
 
 class TestStepAt7b:
-    @pytest.mark.slow
+    @pytest.mark.walk
     def test_a_dry_run_compares_both_sides_and_says_that_vllm_is_missing(self):
         done = subprocess.run(
             [sys.executable, step_at_7b.__file__, "--dry-run", "--mix", "all", "--steps", "1"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -181,17 +182,49 @@ def test_members_are_asked_with_the_chat_template_of_their_run(tmp_path):
 def test_scores_and_gains_have_intervals():
     """Worked out by hand: [1, 1, .5, 0] with two more of 0 and of 1; its differences to the base with -1 and 1."""
     student = 2.364624  # Student's, of eight values
-    found: dict = {key: {} for key in ("questions", "scores", "margins", "over")}
     answers = {"student_0": [1, 1, 0.5, 0], "student_1": [0, 0, 0, 0], "base": [1, 0, 0, 0], "single": [1, 1, 1, 1]}
-    rows = evaluate.add_figures(found, "humaneval", answers, ["student_0", "student_1"])
-    scores, margins, over = (found[key]["humaneval"] for key in ("scores", "margins", "over"))
+    figures = evaluate.measure(answers, {"mean": ["student_0", "student_1"]})
+    scores = {column: score for column, (score, _) in figures[""].items()}
+    margins = {column: margin for column, (_, margin) in figures[""].items()}
+    rows = evaluate.make_rows("HumanEval", figures)
     assert list(scores.items())[:3] == [("student_0", 62.5), ("student_1", 0.0), ("mean", 31.25)]
     assert margins["student_0"] == pytest.approx(student * 100 * 0.495516 / 8**0.5, rel=1e-4)
     assert margins["student_1"] > 0, "even where no question was solved"
-    assert over["base"]["student_0"] == pytest.approx((37.5, student * 100 * 0.842615 / 8**0.5), rel=1e-3)
-    assert over["base"]["mean"][0] == pytest.approx(6.25)
-    assert over["single"]["student_0"][0] == pytest.approx(-37.5)
-    assert "base" not in over["base"]
+    assert figures["base"]["student_0"] == pytest.approx((37.5, student * 100 * 0.842615 / 8**0.5), rel=1e-3)
+    assert figures["base"]["mean"][0] == pytest.approx(6.25)
+    assert figures["single"]["student_0"][0] == pytest.approx(-37.5)
+    assert "base" not in figures["base"]
     assert rows[0].startswith("HumanEval | 62.5 ± 41.4 | 0.0 ± ")
     assert rows[1].startswith("above base | +37.5 ± 70.4 | -25.0 ± ")
     assert [row.partition(" | ")[0] for row in rows] == ["HumanEval", "above base", "above single"]
+
+
+def test_averages_count_each_benchmark_alike_and_name_the_weakest_of_each_role(tmp_path):
+    """
+    Two code benchmarks of 2 and 8 questions, and one of mathematics. HumanEval stays out: HumanEval+ asks the same.
+    """
+    scores = {"teacher_0": 1, "teacher_1": 0, "student_0": 0, "student_1": 1, "base": 0}
+    sizes = {"humaneval": 164, "humaneval_plus": 2, "mbpp_plus": 8, "gsm8k": 4}
+    means = {"mean": list(scores)[:4], "teachers": ["teacher_0", "teacher_1"], "students": ["student_0", "student_1"]}
+    told = {}
+    for name, size in sizes.items():
+        answers = {who: [float(score)] * size for who, score in scores.items()}
+        answers["student_0"][0] = 1.0  # half of HumanEval+, an eighth of MBPP+, a quarter of GSM8K
+        told[name] = evaluate.measure(answers, means)
+    found: dict = {key: {} for key in ("questions", "scores", "margins", "over")}
+    page = evaluate.write_tables(tmp_path, found, told, means)
+    averages = found["averages"]
+    assert list(averages) == ["code, 2 of 3", "all, 3 of 10"]
+    assert averages["code, 2 of 3"][""]["student_0"][0] == pytest.approx((50 + 12.5) / 2)
+    assert averages["all, 3 of 10"][""]["student_0"][0] == pytest.approx((50 + 12.5 + 25) / 3)
+    margins = [told[name]["base"]["student_0"][1] for name in ("humaneval_plus", "mbpp_plus", "gsm8k")]
+    gain, margin = averages["all, 3 of 10"]["base"]["student_0"]
+    assert gain == pytest.approx((50 + 12.5 + 25) / 3)
+    assert margin == pytest.approx(sum(each**2 for each in margins) ** 0.5 / 3)
+    assert averages["all, 3 of 10"][""]["students"][0] == pytest.approx((100 + (50 + 12.5 + 25) / 3) / 2)
+    teachers, students = page.strip().splitlines()[-3::2]
+    assert teachers.startswith("teachers: all, 3 of 10, weakest of 2: teacher_1, 0.0 ± ")
+    assert students.startswith("students: all, 3 of 10, weakest of 2: student_0, 29.2 ± ")
+    assert re.search(r", \+29\.2 ± \d+\.\d above base\.$", students)
+    assert page == (tmp_path / "evaluation.md").read_text()
+    assert json.loads((tmp_path / "evaluation.json").read_text())["averages"].keys() == averages.keys()

@@ -79,7 +79,7 @@ def of_wheel(tmp_path_factory) -> Path:
 
 @needs_wheel
 @pytest.mark.slow
-def test_a_real_model_is_tried_and_trains_for_two_steps(of_wheel, tmp_path, capsys):
+def test_a_real_model_is_tried_and_trains(of_wheel, tmp_path, capsys):
     # A CPU without instructions for bfloat16 takes six times as long with it.
     options = ["--samples", "4", "--task_kinds", "code_o", "--prompt_style", "turns", "--temperature", "0.7"]
     with contextlib.suppress(SystemExit):  # four samples may show nothing that is right
@@ -87,14 +87,13 @@ def test_a_real_model_is_tried_and_trains_for_two_steps(of_wheel, tmp_path, caps
     said = capsys.readouterr().out
     assert re.search(r"^turns +code_o", said, re.MULTILINE)
     assert re.search(r"^turns \+ 3 shots +code_o", said, re.MULTILINE)
-    small = {"proposals_per_teacher": 2, "attempts_per_task": 2, "per_device_train_batch_size": 4, "max_steps": 2}
+    small = {"proposals_per_teacher": 2, "attempts_per_task": 2, "per_device_train_batch_size": 4, "max_steps": 1}
     small |= {"model_name_or_path": of_wheel, "output_dir": tmp_path, "max_completion_length": 24, "warm_start": ""}
     small |= {"dtype": "float32", "bf16": "false"}
     given = [word for name, value in small.items() for word in (f"--{name}", str(value))]
     program.main(["train", "--config", str(RECIPE), *given])
-    losses = [entry["loss"] for entry in read_lines(tmp_path / "metrics.jsonl") if "loss" in entry]
-    assert len(losses) == 2
-    assert all(map(math.isfinite, losses))
+    (loss,) = (entry["loss"] for entry in read_lines(tmp_path / "metrics.jsonl") if "loss" in entry)
+    assert math.isfinite(loss)
     members = {path.name for path in (tmp_path / "members").iterdir()}
     assert members == {"teacher_0", "teacher_1", "student_0", "student_1"}
 
