@@ -84,13 +84,13 @@ class Halving(TrainerCallback):
         return f"{member.name} {'-' if math.isinf(reward) else format(reward, '+.3f')}"
 
     def _warn(self, step: int, leaving: Sequence[Member], staying: Sequence[Member]) -> None:
-        """Warns of a halving that rewards have not decided, and of one that an evaluation contradicts."""
+        """Warns if the cut went between members of equal reward, and if the best of the last evaluation leaves."""
         reward = self.measure(staying[0])
         if self.measure(leaving[-1]) == reward:
             equal = [each.name for each in self.population if self.measure(each) == reward]
             logger.warning(
-                "%s have equal mean training rewards, so the halving after step %d cut between equals: of those the "
-                "last in number left. Halve later (`halve_every`), or give rewards that tell members apart.",
+                "%s have equal mean training rewards, so the halving after step %d cut between equals, by "
+                "number: the highest left. Halve later (`halve_every`), or give rewards that tell members apart.",
                 ", ".join(equal),
                 step,
             )

@@ -37,12 +37,13 @@ TAU = PRIOR_SIGMA / 20
 # stays the same: mu is the prior's, sigma is 0. `Matchmaker.update` takes TAU for this sigma, and does not store it.
 GIVEN_TASKS = Member("", "teacher", -1, sigma=0.0)
 
-# How often members of one skill have equal mean rewards, or draw a match: TrueSkill's default.
+# How often members of equal skill have equal mean rewards, or draw a match: TrueSkill's default.
 DRAW_PROBABILITY = 0.1
 
-# By what ratings follow a match: its score, or who won it.
+# Which result of a match moves the ratings: its score, or who won.
 RATINGS = ("scores", "trueskill")
-# `ratings: trueskill` has the library's own numbers. Its tau widens the sigma at each match, ours once in a step.
+# `ratings: trueskill` uses the default numbers of the TrueSkill library. The library's tau widens a sigma at every
+# match; TAU widens it once in a step.
 WINS = TrueSkill(PRIOR_MU, PRIOR_SIGMA, BETA, PRIOR_SIGMA / 100, DRAW_PROBABILITY)
 
 # Standard deviation of the student's share of one proposal, if both skills are known.
@@ -112,8 +113,8 @@ def choose_weight(name: str, kappa: float) -> Weight:
     and teacher.
 
     Raises:
-        `ValueError`: If there is no such function. The function that is returned raises it for a weight that is
-            negative or not finite.
+        `ValueError`: If there is no such function. Also later, from the returned function, if the user's own one gives
+            a weight that is negative or not finite.
     """
     if name in STRATEGIES:
         return lambda student, teacher: STRATEGIES[name](win_probability(student, teacher), kappa)
@@ -239,7 +240,7 @@ class Matchmaker:
         for match, shares in outcomes.items():
             if not shares or not all(0.0 <= share <= 1.0 for share in shares):
                 raise ValueError(
-                    f"The student's shares of {match} must be at least one, in [0, 1] each, got {shares}."
+                    f"The student's shares of {match} must not be empty, and each must be in [0, 1], got {shares}."
                 )
         # A match counts once, by its score. A win or a loss would say less. Rating each task as one match
         # would say too much: sigma would collapse.
@@ -288,7 +289,7 @@ class Matchmaker:
 def _rate_games(
     players: Mapping[str, Member], matches: Sequence[Match], leads: Sequence[float]
 ) -> dict[str, Gaussian]:
-    """Rates each match as one game of TrueSkill's, in their order. A lead counts the student's points."""
+    """Rates the matches one after the other, each as one TrueSkill game. A lead is how many points the student led."""
     rated = {name: Rating(player.mu, player.sigma) for name, player in players.items()}
     margin = calc_draw_margin(WINS.draw_probability, 2, WINS)
     for match, lead in zip(matches, leads, strict=True):
