@@ -281,7 +281,7 @@ class RoutedLinear(nn.Module, LoraLayer):
 
     def _stack(self, factors: str, route: Route) -> torch.Tensor:
         """Stacks `lora_A` or `lora_B` of the present members, `[N, r, in]` or `[N, out, r]`."""
-        # All members' weights go into the function, present or not: so each of them gets a gradient.
+        # `_Stack` gets the weights of all members, present or not. So each weight gets a gradient.
         weights = [getattr(self, factors)[name].weight for name in self.members]
         if weights[0].ndim != 2:
             raise RuntimeError(
@@ -292,7 +292,7 @@ class RoutedLinear(nn.Module, LoraLayer):
         return _Stack.apply(route.present, scale, *weights)
 
     def _check_route(self, x: torch.Tensor) -> Route:
-        """Finds the route of a batch, and refuses one that does not fit."""
+        """Finds the route of a batch. Raises if no route is set, or if it does not fit the batch."""
         route = None if self.router is None else self.router.find_route(x.shape[0])
         if route is None:
             raise RuntimeError(
@@ -454,8 +454,8 @@ def _check_coverage(model: PeftModel, all_linear: bool) -> None:
             "v_proj, o_proj), or choose another base."
         )
     base = model.get_base_model()
-    # How much of the base's weights do members adapt? Embeddings, the output head and vectors such as norms do not
-    # count, because `all-linear` adapts them in no model.
+    # From here on: which share of the base's weights do members adapt? Embeddings, the output head and vectors such as
+    # norms are left out of the count, because `all-linear` adapts them in no model.
     shared = {id(e.weight) for e in (base.get_input_embeddings(), base.get_output_embeddings()) if e is not None}
     others = {id(p): p for p in base.parameters() if p.ndim > 1 and id(p) not in shared}
     for layer in layers:

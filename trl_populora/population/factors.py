@@ -181,9 +181,9 @@ def _map_factors(down_gram: Tensor, up_gram: Tensor, rank: int, combine, norm_of
         cores[1] = torch.where(sum_norm <= rounding * (norms[0] + norms[1]), -cores[0], cores[1])
     core = combine(cores)
 
-    # The eigenvectors of C^T C are the right singular vectors of C. A row of A that is zero beside a zero column of B
-    # has no gradient and would never learn again. So even a zero product must get r rows of A that are not zero. The
-    # tiny ridge sees to that: in the null space of C, directions of the row space come before others.
+    # The eigenvectors of C^T C are the right singular vectors of C. A zero row of A beside a zero column of B has no
+    # gradient and would never learn again. So A needs r rows that are not zero, even if the child's product is zero.
+    # The tiny ridge provides them: within the null space of C it puts directions of the parents' row space first.
     row_alive = (to_row_space.abs().sum(-1) > 0).to(core)
     energy = core.square().sum((-2, -1), keepdim=True)
     ridge = torch.where(energy > 0, energy * 1e-14, 1.0)
@@ -217,8 +217,8 @@ def find_singular_bases(cores: list[Tensor]) -> tuple[Tensor, Tensor]:
     Finds orthogonal bases `left` and `right`, `[n, R, R]`, for two parents' cores. In these bases the better parent's
     core is diagonal, and so is the part of the worse parent's core outside of the better one's spaces.
 
-    Operators that treat single entries need this: without it an entry would mean something else for every way in which
-    a parent's product can be factored.
+    Operators that treat single entries need these bases. In other bases the meaning of an entry would depend on how a
+    parent's product happens to be factored.
     """
     rank = cores[0].shape[-1] // 2
     left, _, right = torch.linalg.svd(cores[0])

@@ -59,7 +59,7 @@ class Halving(TrainerCallback):
                 self._counts[name] = self._counts.get(name, 0) + 1
 
     def measure(self, member: Member) -> float:
-        """Returns a member's mean reward since the last halving; the lowest number if it has none."""
+        """Returns a member's mean reward since the last halving; minus infinity if it has none."""
         count = self._counts.get(member.name, 0)
         return self._sums[member.name] / count if count else -math.inf
 

@@ -156,7 +156,7 @@ class Population:
         return [member for member in self.members if member.role == role]
 
     def list_values(self, option: str, default: Any) -> list[Any]:
-        """Lists the value of an option for each seat. Empty seats, and members without their own, have `default`."""
+        """Lists an option's value for each seat. `default` stands for empty seats and for members without a value."""
         held = {member.index: member.settings.get(option, default) for member in self.members}
         return [held.get(index, default) for index in range(len(self.adapters))]
 

@@ -4,7 +4,7 @@
 
 By default pairs are drawn by prioritised fictitious self-play (PFSP, Vinyals et al., 2019): the weight of a pair
 depends on the TrueSkill win probability (Herbrich et al., 2006), as in PopuLoRA (arXiv 2605.16727). Ratings then
-follow the scores of the matches, or with `ratings: trueskill` wins and losses, by TrueSkill's own update.
+follow the scores of the matches. With `ratings: trueskill` they follow wins and losses, by TrueSkill's own update.
 `benchmarks/ratings.py` compares ratings by scores with the rule that this package had before.
 In a dataset run nobody meets: members are ranked by their rewards on the same prompts ([`rate_by_rewards`]). Nothing
 here needs torch.
@@ -83,8 +83,8 @@ def win_probability(student: Member, teacher: Member) -> float:
 
 def points_per_share(proposals: int) -> float:
     """Computes how many rating points a difference of 1 in the mean share is worth: 81.6 for 12 proposals."""
-    # TrueSkill knows the noise of a difference of two performances, sqrt(2) * BETA. The mean share of a match has the
-    # noise SHARE_SD / sqrt(proposals). The factor turns the second into the first.
+    # In TrueSkill the difference of two performances has the noise sqrt(2) * BETA. The mean share of a match has the
+    # noise SHARE_SD / sqrt(proposals). Multiplied by this factor, a share has the noise of a difference.
     return math.sqrt(2 * proposals) * BETA / SHARE_SD
 
 
@@ -136,9 +136,9 @@ class Matchmaker:
     """
     Draws the matches of each step, and turns their scores into ratings.
 
-    Each teacher gets one student. Over the whole run any two students differ by at most one match. Within this rule
-    the draw is random by weight: Gumbel noise is added to the logarithms of the weights, and the best assignment is
-    taken. With one teacher that is the same as sampling in proportion to the weights.
+    Each teacher gets one student. At any time two students differ in their number of matches by at most one. Within
+    this rule the draw is random by weight: Gumbel noise is added to the logarithms of the weights, and the best
+    assignment is taken. With one teacher that is the same as sampling in proportion to the weights.
 
     Args:
         strategy: `"pfsp"`, `"uniform"`, or a function of two members, student and teacher, as `"module:function"`.
