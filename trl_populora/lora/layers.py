@@ -183,7 +183,7 @@ class RoutedLinear(nn.Module, LoraLayer):
     - A [`Router`] says which adapter a row has, not `set_adapter`. So gradient checkpointing, which computes the
       forward again in the backward, finds the same adapters.
     - Members are trainable whether PEFT has them active or not.
-    - If a batch has rows of other members only, a member gets a zero gradient, not `None`. So DDP and ZeRO
+    - A member that has no rows in a batch gets a zero gradient, not `None`. So DDP and ZeRO
       never wait for a parameter without a gradient.
 
     The layer reads the weights of `lora_A` and `lora_B` without calling these submodules. So ZeRO-3, which gathers

@@ -323,8 +323,8 @@ def save_member(
     model: nn.Module, name: str, directory: str | Path, write: bool = True, step: int | None = None
 ) -> None:
     """
-    Saves one member as an ordinary PEFT adapter directory, which stock PEFT loads. vLLM loads it, too, unless the
-    adapter has a `rank_pattern` or `alpha_pattern` (see [`~trl_populora.lora.convert.fold_patterns`]).
+    Saves one member as an ordinary PEFT adapter directory, which stock PEFT loads. vLLM loads it, too, if the
+    adapter has no `rank_pattern` and no `alpha_pattern` (see [`~trl_populora.lora.convert.fold_patterns`]).
 
     Args:
         model: The model, wrapped or not.
@@ -537,8 +537,8 @@ def withhold_gradients(model: nn.Module, names: Sequence[str]) -> None:
     """
     Removes the gradients of members that have no rows in this step, so that the optimizer leaves these members alone.
 
-    With gradients of zero Adam would still move such a member by its momentum, and advance its `step`. Call it on
-    every rank with the same names, after the last backward of the step.
+    With gradients of zero Adam would still move such a member by its momentum, and advance its `step`. Call this
+    function on every rank with the same names, after the last backward of the step.
 
     Raises:
         `RuntimeError`: Under ZeRO, which always steps every parameter group.

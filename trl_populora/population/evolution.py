@@ -154,7 +154,7 @@ def cull(members: Sequence[Member], fraction: float, burn_in: int) -> list[Membe
     """
     if fraction <= 0:
         return []
-    # Of members with equal ratings the one with the highest index goes, so that every rank chooses the same one.
+    # Of members with equal ratings the one with the highest index is replaced first, so all ranks choose alike.
     ranked = sorted(members, key=lambda member: (Population.fitness(member), -member.index))
     eligible = [member for member in ranked[:-1] if member.age >= burn_in]
     return eligible[: max(1, int(fraction * len(members)))]

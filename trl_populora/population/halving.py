@@ -2,8 +2,8 @@
 
     mean rewards of each generation --note--> sums --halve_every steps--> the half with the lower means leaves
 
-This file decides who leaves. [`~trl_populora.tasks.prompts.HalvingSampler`] decides how many prompts the others get.
-Both compute from the number of optimizer steps how many members are left, so they agree after a resume, too.
+This file decides who leaves. [`~trl_populora.tasks.prompts.HalvingSampler`] decides how many prompts the members that
+stay get. Both compute from the number of optimizer steps how many members are left, so they agree after a resume, too.
 """
 
 from __future__ import annotations
