@@ -180,7 +180,7 @@ class TestRating:
     def test_an_impossible_outcome_changes_nothing(self, shares):
         population = Population(1, 1)
         match = Match(0, "teacher_0", "student_0")
-        with pytest.raises(ValueError, match="shares of .*teacher_0.* must be at least one, in"):
+        with pytest.raises(ValueError, match="shares of .*teacher_0.* must not be empty, and each must be in"):
             Matchmaker().update(population, {match: shares})
         assert population.members == Population(1, 1).members
 

@@ -35,7 +35,7 @@ _FIXED_OPTIONS = {
     "layer_replication": (None, "it changes the base model that the members share"),
     "trainable_token_indices": (None, "token embeddings are not routed by row"),
     "fan_in_fan_out": (False, "only `nn.Linear` layers are routed"),
-    "use_qalora": (False, "it pools the inputs of GPTQ layers, which are not routed"),
+    "use_qalora": (False, "it needs GPTQ layers, and GPTQ layers are not routed"),
     "megatron_config": (None, "tensor-parallel layers are not routed"),
 }
 

@@ -28,7 +28,7 @@ def find_largest_rank(lora_config: LoraConfig) -> int:
 
 def find_widest(configs: Sequence[LoraConfig]) -> LoraConfig:
     """Finds the configuration with the largest rank."""
-    return max(configs, key=lambda config: config.r)  # `r` decides, because `rank_pattern` is the same in all
+    return max(configs, key=lambda config: config.r)  # `r` decides: members share one `rank_pattern`
 
 
 def find_scaling(config: LoraConfig, module: str) -> tuple[int, float, float]:
@@ -42,10 +42,10 @@ def find_scaling(config: LoraConfig, module: str) -> tuple[int, float, float]:
 
 def fold(factors: Mapping[str, torch.Tensor], config: LoraConfig) -> tuple[Mapping[str, torch.Tensor], LoraConfig]:
     """
-    Gives all modules of an adapter one rank and one scaling, because vLLM knows one of each.
+    Gives all modules of an adapter one rank and one scaling, because vLLM allows one of each per adapter.
 
-    The scaling of each module is multiplied into its B. Smaller ranks are filled up with zeros. The effect stays the
-    same.
+    The scaling of each module is multiplied into its B. Modules of a smaller rank are filled up with zeros. The
+    adapter still adds the same to the base.
 
     Args:
         factors: For each adapted module `A`, shape `[r, in]`, and `B`, shape `[out, r]`, by PEFT state-dict key.

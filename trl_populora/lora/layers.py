@@ -6,8 +6,8 @@
                    `-- rows of each member --A [N, r, in], B [N, out, r]--> [R, T, out] --'
 
 Members are ordinary PEFT adapters of ordinary shape. Only the forward is special: it multiplies by the frozen base
-weight once, and stacks the factors of the members that have rows. If these have equally many rows, two batched matmuls
-apply the stacks.
+weight once, and stacks the factors of the members that have rows. If these members have equally many rows, two batched
+matmuls apply the stacks.
 
 Shapes: R rows of a batch, T tokens, M members, N members with rows in the batch, r LoRA rank.
 """
@@ -31,7 +31,7 @@ from .checks import check_is_base, check_lora_config, check_member_names, is_qua
 logger = logging.getLogger(__name__)
 
 BASE = -1  # the member index of rows that the frozen base model computes alone
-BASE_NAME = "base"  # what the base model is called where members are called by their names
+BASE_NAME = "base"  # the name of the base model, wherever members go by names
 
 
 class Route:
@@ -102,7 +102,7 @@ class Route:
 
     def keep(self, key: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Makes the tensor of a key at the first call, and returns the same tensor at every later call."""
-        # All routed layers need the same positions. Made anew, these would be copied to the GPU once per layer.
+        # All routed layers need the same tensors. Kept here, a tensor is copied to the GPU once, not once per layer.
         if key not in self._tensors:
             self._tensors[key] = make()
         return self._tensors[key]
@@ -183,7 +183,7 @@ class RoutedLinear(nn.Module, LoraLayer):
     - A [`Router`] says which adapter a row has, not `set_adapter`. So gradient checkpointing, which computes the
       forward again in the backward, finds the same adapters.
     - Members are trainable whether PEFT has them active or not.
-    - If a batch has rows of other members only, a member gets a zero gradient, not `None`. So DDP and ZeRO
+    - A member that has no rows in a batch gets a zero gradient, not `None`. So DDP and ZeRO
       never wait for a parameter without a gradient.
 
     The layer reads the weights of `lora_A` and `lora_B` without calling these submodules. So ZeRO-3, which gathers
@@ -192,7 +192,7 @@ class RoutedLinear(nn.Module, LoraLayer):
 
     Attributes:
         takes_all_tokens (`bool`): Whether a 2-D input, `[R * T, in_features]`, holds all tokens of all rows in order.
-            It does in the shared expert of a mixture of experts. In other layers it may hold some of the tokens only.
+            That is so in the shared expert of a mixture of experts. In other layers some tokens may be missing.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class RoutedLinear(nn.Module, LoraLayer):
         self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
 
     def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
-        """Notes the active names. Unless `inference_mode` is set, every member is trainable, active or not."""
+        """Notes the active names. Makes all members trainable, active or not; with `inference_mode`, none."""
         # PEFT's method would freeze all adapters but the active one, and members train together.
         for factors in (self.lora_A, self.lora_B):
             factors.requires_grad_(not inference_mode)
@@ -232,7 +232,8 @@ class RoutedLinear(nn.Module, LoraLayer):
         # Inside PEFT's `disable_adapter()` the base computes alone, so no route is needed.
         if self.disable_adapters:
             return self.base_layer(x, *args, **kwargs)
-        # Under `only` no route is set. Each token of a 2-D input then counts as a row, which is right for one member.
+        # The tokens of a 2-D input are grouped into rows. Inside `only` no route is set, so `rows` is 0 and each token
+        # counts as a row. That is right, too: all tokens belong to one member.
         rows = len(self.router.members or ()) if self.takes_all_tokens and self.router is not None else 0
         if rows and x.ndim == 2 and x.shape[0] % rows == 0:
             return self._forward_rows(x.unflatten(0, (rows, -1)), *args, **kwargs).flatten(0, 1)
@@ -280,7 +281,7 @@ class RoutedLinear(nn.Module, LoraLayer):
 
     def _stack(self, factors: str, route: Route) -> torch.Tensor:
         """Stacks `lora_A` or `lora_B` of the present members, `[N, r, in]` or `[N, out, r]`."""
-        # All members' weights go into the function, present or not: so each of them gets a gradient.
+        # `_Stack` gets the weights of all members, present or not. So each weight gets a gradient.
         weights = [getattr(self, factors)[name].weight for name in self.members]
         if weights[0].ndim != 2:
             raise RuntimeError(
@@ -291,7 +292,7 @@ class RoutedLinear(nn.Module, LoraLayer):
         return _Stack.apply(route.present, scale, *weights)
 
     def _check_route(self, x: torch.Tensor) -> Route:
-        """Finds the route of a batch, and refuses one that does not fit."""
+        """Finds the route of a batch. Raises if no route is set, or if it does not fit the batch."""
         route = None if self.router is None else self.router.find_route(x.shape[0])
         if route is None:
             raise RuntimeError(
@@ -320,8 +321,8 @@ def _scale(hidden: torch.Tensor, scalings: Sequence[float], route: Route) -> tor
         return hidden * scalings[0]
     key = ("scalings", *scalings, hidden.device)
     factors = route.keep(key, lambda: torch.tensor(scalings).view(-1, 1, 1).to(hidden.device))
-    # torch multiplies in fp32 and rounds the product, as it does with a Python number. A scaling in bf16 would be
-    # rounded before.
+    # The scalings are a tensor in fp32. So torch multiplies in fp32, and the product is rounded, as with a Python
+    # number. In bf16 the scalings themselves would be rounded, before they multiply anything.
     return (hidden * factors).to(hidden.dtype)
 
 
@@ -429,7 +430,7 @@ def _check_mixtures(model: PeftModel) -> None:
         for mixture in mixtures:
             if not path.startswith(f"{mixture}."):
                 continue
-            # Other experts get tokens of any rows, as the mixture chooses. A shared expert gets all tokens, in order.
+            # A shared expert gets all tokens, in order. Every other expert gets the tokens that the mixture chooses.
             inside = path[len(mixture) + 1 :]
             if not inside.startswith("shared"):
                 raise ValueError(
@@ -453,8 +454,8 @@ def _check_coverage(model: PeftModel, all_linear: bool) -> None:
             "v_proj, o_proj), or choose another base."
         )
     base = model.get_base_model()
-    # How much of the base's weights do members adapt? Embeddings, the output head and vectors such as norms do not
-    # count, because `all-linear` adapts them in no model.
+    # From here on: which share of the base's weights do members adapt? Embeddings, the output head and vectors such as
+    # norms are left out of the count, because `all-linear` adapts them in no model.
     shared = {id(e.weight) for e in (base.get_input_embeddings(), base.get_output_embeddings()) if e is not None}
     others = {id(p): p for p in base.parameters() if p.ndim > 1 and id(p) not in shared}
     for layer in layers:

@@ -6,9 +6,9 @@
 
     backward --> gradients --clip_member_grad_norms--> norm per member [M] --> optimizer step, one group per member
 
-The functions work on a single device and under DDP, FSDP and ZeRO, but `withhold_gradients` raises under ZeRO. Call
-what reads or changes weights, gradients or optimizer state on every rank, in the same order: under ZeRO and FSDP some
-functions gather from all ranks, and under DDP the replicas would differ otherwise.
+The functions work on a single device and under DDP, FSDP and ZeRO, but `withhold_gradients` raises under ZeRO. Every
+rank must call the functions that read or change weights, gradients or optimizer state, in the same order. Under ZeRO
+and FSDP some of these functions gather from all ranks. Under DDP a rank that does not call ends with other weights.
 
 Shapes: M members, r LoRA rank.
 """
@@ -43,7 +43,8 @@ logger = logging.getLogger(__name__)
 # weights does not say it, so that equal adapters are equal files.
 MEMBER_FILE = "member.json"
 
-# The run ends if the gradients of one member are not finite in so many of its steps in a row.
+# The run ends when one member has had gradients that are not finite in this many consecutive steps. Steps in which the
+# member's gradients are zero are passed over.
 BROKEN_STEPS = 10
 
 # What `torch.compile` and activation checkpointing add to the names of modules. Keys of saved adapters are without it.
@@ -143,8 +144,8 @@ def read_member(
     model: nn.Module, name: str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> dict[str, torch.Tensor]:
     """
-    Copies one member's factors, whole even where ranks hold parts of them, and without the zeros that fill its
-    matrices up to the largest rank.
+    Copies one member's factors. If several processes hold parts of them, the parts are gathered. Zeros that fill the
+    matrices up to the largest LoRA rank are left out.
 
     Under ZeRO the copy is made from the fp32 master, because training continues from the master.
 
@@ -170,7 +171,7 @@ def _cut(value: torch.Tensor, key: str, rank: int) -> torch.Tensor:
 
 
 def _fill_up(value: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Fills a matrix of a member's rank up with zeros to the shape of its parameter."""
+    """Appends zeros to a matrix of the member's rank, until it has the shape of the parameter."""
     return nn.functional.pad(value, (0, shape[1] - value.shape[1], 0, shape[0] - value.shape[0]))
 
 
@@ -243,8 +244,8 @@ def _write_parameter(parameter: nn.Parameter, value: torch.Tensor) -> None:
     if hasattr(parameter, "ds_id"):
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             parameter.data.copy_(value)
-        # Leaving the block partitions even a parameter that ZeRO-3 keeps whole. Routed layers read it before the next
-        # optimizer step, which would gather it.
+        # Leaving the block partitions even a parameter that ZeRO-3 keeps whole. The next optimizer step would gather
+        # it, but routed layers read it before that.
         if parameter.ds_persist:
             parameter.all_gather()
     else:
@@ -255,7 +256,7 @@ def _write_parameter(parameter: nn.Parameter, value: torch.Tensor) -> None:
 @torch.no_grad()
 def reset_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, name: str) -> None:
     """
-    Makes the optimizer treat a member as if it had never stepped it: the member's moments and `step` become zero.
+    Sets a member's moments and `step` in the optimizer to zero, as they are before a first step.
 
     With zero moments and an old `step`, Adam would not correct the bias of the moments. The member's first update
     would then be more than three times the learning rate.
@@ -322,8 +323,8 @@ def save_member(
     model: nn.Module, name: str, directory: str | Path, write: bool = True, step: int | None = None
 ) -> None:
     """
-    Saves one member as an ordinary PEFT adapter directory, which stock PEFT loads. vLLM loads it, too, unless the
-    adapter has a `rank_pattern` or `alpha_pattern` (see [`~trl_populora.lora.convert.fold_patterns`]).
+    Saves one member as an ordinary PEFT adapter directory, which stock PEFT loads. vLLM loads it, too, if the
+    adapter has no `rank_pattern` and no `alpha_pattern` (see [`~trl_populora.lora.convert.fold_patterns`]).
 
     Args:
         model: The model, wrapped or not.
@@ -342,8 +343,8 @@ def save_factors(
     factors: Mapping[str, torch.Tensor], config: LoraConfig, directory: str | Path, step: int | None = None
 ) -> None:
     """
-    Saves factors, as [`read_member`] returns them, as an ordinary PEFT adapter directory. Arguments are as in
-    [`save_member`].
+    Writes the factors that [`read_member`] returns into an ordinary PEFT adapter directory. The other arguments are
+    those of [`save_member`].
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -443,7 +444,8 @@ def check_groups(optimizer: torch.optim.Optimizer, model: nn.Module, rates: Mapp
         rates: Learning rate of each member, by name, for the message.
 
     Raises:
-        `ValueError`: If the optimizer has other groups. The message has the call that makes the right ones.
+        `ValueError`: If a group mixes members, if a group has parameters of the base, or if a member's parameter is
+            missing. The message has the call that makes the right groups.
     """
     owners = {id(p): name for name in rates for p in member_parameters(model, name).values()}
     held = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
@@ -470,15 +472,17 @@ def clip_member_grad_norms(
     """
     Clips the gradients of each member by that member's own norm, with the rule of `torch.nn.utils.clip_grad_norm_`.
 
-    With one norm over all adapters, a member with large gradients would shrink the updates of all others. A member
-    whose norm is NaN or infinite gets gradients of zero: with its own, all its weights would become NaN, and DeepSpeed
-    would skip the step of all members. Under ZeRO call it between backward and step (see [`MemberClipper`]).
+    With one norm over all adapters, a member with large gradients would shrink the updates of all others. If a
+    member's norm is NaN or infinite, its gradients are set to zero. Otherwise all weights of the member would become
+    NaN, and DeepSpeed would skip the step of all members. Under ZeRO call this function between backward and step (see
+    [`MemberClipper`]).
 
     Args:
         model: The model after the backward, wrapped or not.
         names: The members.
         max_norm: Largest norm per member. With 0 or less the norms are measured and nothing is clipped.
-        loss_scale: The factor that the gradients are multiplied by (fp16). Gradients keep it; norms are without it.
+        loss_scale: The factor that multiplies the gradients in fp16. The gradients stay multiplied; the norms are
+            divided by it.
 
     Returns:
         Norm of each member before clipping; 0.0 for a member without gradients, NaN or infinite for one whose
@@ -522,8 +526,8 @@ def _sum_squares(gradients: list[torch.Tensor], device: torch.device) -> torch.T
     """Sums the squares of all elements of some gradients; the sum is in fp32."""
     if not gradients:
         return torch.zeros((), device=device)
-    # One call computes the norms of all tensors. A loop would start kernels for each of them. Without a launcher
-    # `device_map="auto"` may have spread the layers over several devices.
+    # One call computes the norms of all tensors. A loop would start kernels for each tensor. The norms are then moved
+    # to one device, because `device_map="auto"` may have spread the layers over several devices.
     norms = torch.stack([norm.to(device, torch.float32) for norm in torch._foreach_norm(gradients)])
     total = torch.linalg.vector_norm(norms.full_tensor() if isinstance(norms, DTensor) else norms)
     return total.square().to(device)
@@ -533,8 +537,8 @@ def withhold_gradients(model: nn.Module, names: Sequence[str]) -> None:
     """
     Removes the gradients of members that have no rows in this step, so that the optimizer leaves these members alone.
 
-    With gradients of zero Adam would still move such a member by its momentum, and advance its `step`. Call it on
-    every rank with the same names, after the last backward of the step.
+    With gradients of zero Adam would still move such a member by its momentum, and advance its `step`. Call this
+    function on every rank with the same names, after the last backward of the step.
 
     Raises:
         `RuntimeError`: Under ZeRO, which always steps every parameter group.
@@ -545,17 +549,18 @@ def withhold_gradients(model: nn.Module, names: Sequence[str]) -> None:
                 raise RuntimeError(
                     f"Members {list(names)} have no rows in this optimizer step, and ZeRO cannot leave them out of "
                     "it: their momentum would move them. Use DDP, or let every student play in every step: "
-                    "with as many students as teachers, or a number of students that divides that of teachers."
+                    "choose a number of students that equals or divides the number of teachers."
                 )
             parameter.grad = None
 
 
 def step_in_spite_of_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
     """
-    Lets a `GradScaler` step although it has met gradients that are not finite. Call it after these have been zeroed.
+    Lets a `GradScaler` step although it has met gradients that are not finite. Call this function after these
+    gradients have been set to zero.
 
-    Otherwise the scaler would skip the step of all members because of one. The loss scale is lowered all the same,
-    because it may be too large for that member.
+    Without this call, one member's broken gradients would make the scaler skip the step of all members. The loss scale
+    is lowered nevertheless, because it may be too large for that member.
 
     Args:
         scaler: Has unscaled the gradients of this step.
@@ -580,7 +585,7 @@ class MemberClipper:
 
     def __init__(self, names: Sequence[str], max_norm: float, warns: bool = True):
         self.names, self.max_norm, self.warns = names, max_norm, warns
-        self._broken_steps = dict.fromkeys(names, 0)  # steps in a row in which a member's norm was not finite
+        self._broken_steps = dict.fromkeys(names, 0)  # consecutive steps in which a member's norm was not finite
         # Norms that a DeepSpeed engine's last step has measured; `None` without DeepSpeed.
         self._found_inside: dict[str, float] | None = None
 
@@ -630,7 +635,8 @@ class MemberClipper:
             Norm of each member before clipping.
 
         Raises:
-            `RuntimeError`: If a member's norm was NaN or infinite in `BROKEN_STEPS` of its steps in a row.
+            `RuntimeError`: If a member's norm was NaN or infinite in `BROKEN_STEPS` consecutive steps. Steps with a
+                norm of 0 are passed over.
         """
         norms = self._found_inside
         if norms is None:
@@ -640,7 +646,7 @@ class MemberClipper:
         return norms
 
     def _watch(self, norms: Mapping[str, float]) -> None:
-        """Warns of members whose gradients are not finite, and raises after `BROKEN_STEPS` such steps in a row."""
+        """Warns of members whose gradients are not finite, and raises after `BROKEN_STEPS` consecutive such steps."""
         for name, norm in norms.items():
             if math.isfinite(norm):
                 # A norm of 0 says nothing, so the count stays: the member has no rows, or its rows have no advantage.
@@ -650,9 +656,9 @@ class MemberClipper:
             if self._broken_steps[name] == BROKEN_STEPS:
                 raise RuntimeError(
                     f"The gradient norm of {name} was not finite in {BROKEN_STEPS} steps in a row; it is {norm}. Look "
-                    "into its rows in `rollouts/`, and start a new run with `warm_start` from a checkpoint before "
-                    "that: with a lower `learning_rate`, or without what makes its loss infinite (`beta` at a low "
-                    "`temperature`, a reward function)."
+                    f"into the rows of {name} in `rollouts/`. Start a new run with `warm_start` from a checkpoint "
+                    "before these steps. Lower the `learning_rate`, or remove the cause of an infinite loss: `beta` "
+                    "at a low `temperature`, or a reward function."
                 )
             if self.warns:
                 logger.warning(
@@ -672,10 +678,10 @@ def _offloads_gradients(optimizer) -> bool:
 
 def _forget_overflow(engine, names: Sequence[str]) -> None:
     """
-    Lets ZeRO step although members had gradients that are not finite, which are zero by now.
+    Lets ZeRO step after members' gradients that were not finite have been set to zero.
 
-    With offload ZeRO measures gradients when it moves them to the CPU, and so before they are zeroed. Without offload
-    it measures them within its step.
+    With offload ZeRO looks for overflow when it moves gradients to the CPU, which is before they are set to zero. What
+    it has found is erased here. Without offload ZeRO looks within its step, and finds zeros.
     """
     optimizer = engine.optimizer
     optimizer.local_overflow = False

@@ -28,9 +28,9 @@ from trl_populora.population.members import PRIOR_SIGMA, ROLES, Member, Populati
 from trl_populora.population.operators import find_operator
 
 
-# The eight operators that digests of the paper list, with equal weights. The paper's own text, as far as we could read
-# it, has three: singular values perturbed, subspaces rotated (both in `svd_perturb`), and modules swapped. Other
-# crossovers of `CROSSOVERS` are used only if a run names them.
+# The eight operators that other people's summaries of the paper list; here they have equal weights. The paper's own
+# text, as far as we could read it, has three: it perturbs singular values and rotates subspaces (`svd_perturb` does
+# both), and it swaps modules. The other crossovers of `CROSSOVERS` are used only if a run names them.
 DEFAULT_MUTATIONS = ("svd_perturb", "layer_gaussian", "component_mask", "full_gaussian")
 DEFAULT_CROSSOVERS = ("dare", "module_swap", "svd_subspace", "extrapolate")
 
@@ -51,8 +51,8 @@ def read_mixture(
         Weights by name. Only their ratios matter.
 
     Raises:
-        `ValueError`: If a text begins as JSON and is none, a name is unknown, a weight is no finite number from 0, or
-            no weight is positive.
+        `ValueError`: If a text begins like JSON and is not JSON, if a name is unknown, if a weight is negative or not
+            finite, or if no weight is positive.
     """
     if isinstance(value, str):
         is_json = value.lstrip().startswith(("{", "["))
@@ -68,8 +68,8 @@ def read_mixture(
             raise ValueError(f"`{field}` must have finite weights that are not negative, got {weight!r} for {name!r}.")
     if not sum(weights.values()) > 0:
         raise ValueError(
-            f"`{field}` gives no operator a weight above 0, got {value!r}. Weigh one; `crossover_rate` says how many "
-            "children come from crossovers, from 0 to 1."
+            f"`{field}` gives no operator a weight above 0, got {value!r}. Give one a positive weight. "
+            "`crossover_rate` sets how often a child comes from a crossover: 0 never, 1 whenever two parents are left."
         )
     return {name: float(weight) for name, weight in weights.items()}
 
@@ -77,7 +77,7 @@ def read_mixture(
 @dataclass(frozen=True)
 class Birth:
     """
-    A planned replacement: all that decides the child but the parents' weights.
+    A planned replacement. Together with the parents' weights it decides the child.
 
     Args:
         name: Name of the member that goes. The child takes over this name.
@@ -154,7 +154,7 @@ def cull(members: Sequence[Member], fraction: float, burn_in: int) -> list[Membe
     """
     if fraction <= 0:
         return []
-    # Of members with equal ratings the one with the highest index goes, so that every rank chooses the same one.
+    # Of members with equal ratings the one with the highest index is replaced first, so all ranks choose alike.
     ranked = sorted(members, key=lambda member: (Population.fitness(member), -member.index))
     eligible = [member for member in ranked[:-1] if member.age >= burn_in]
     return eligible[: max(1, int(fraction * len(members)))]
@@ -238,16 +238,17 @@ def rate_newborn(parents: Sequence[Member]) -> tuple[float, float]:
     Mu is the mean of the parents. Sigma^2 is the mean of the parents' sigma^2 plus (prior sigma / 2)^2, but not more
     than the prior's: the child is about as good as its parents, and nobody has seen it play.
     """
-    # Digests of the paper start newborns at the prior. In a long run the other members' ratings are far from it.
+    # Other people's summaries of the paper say that newborns start at the prior. In a long run the other members'
+    # ratings are far from it.
     variance = fmean(parent.sigma**2 for parent in parents) + (PRIOR_SIGMA / 2) ** 2
     return fmean(parent.mu for parent in parents), min(math.sqrt(variance), PRIOR_SIGMA)
 
 
 def inherit(parent: Member, noise: float, seed: int) -> dict[str, Any]:
     """
-    Makes the settings of a child: those of its parent but the seed, which stays with the seat. The learning rate is
-    multiplied by exp(noise * z), with z from a normal distribution that `seed` decides (population-based training,
-    arXiv 1711.09846).
+    Makes the settings of a child. It gets all settings of its parent except the seed, because a seed belongs to a
+    seat. The learning rate is multiplied by exp(noise * z). The argument `seed` decides z, a draw from a standard
+    normal distribution (population-based training, arXiv 1711.09846).
     """
     settings = {name: value for name, value in parent.settings.items() if name != "seed"}
     if noise:
@@ -257,14 +258,14 @@ def inherit(parent: Member, noise: float, seed: int) -> dict[str, Any]:
 
 def find_learning_roles(rate: float, teachers: float | None) -> tuple[str, ...]:
     """
-    Finds the roles that learn, and so may evolve or be pooled. A role with learning rate 0 does not, if
-    `teacher_learning_rate` is set.
+    Finds the roles that may evolve or be pooled. If `teacher_learning_rate` is set, a role with learning rate 0 is
+    left out, because it does not learn.
 
     Args:
         rate: The option `learning_rate`.
         teachers: The option `teacher_learning_rate`.
     """
-    # Without that option both roles learn at one rate, and both evolve, even if this rate is 0.
+    # Without `teacher_learning_rate` both roles have one learning rate, and both evolve, even if this rate is 0.
     if teachers is None:
         return ROLES
     return tuple(role for role, role_rate in zip(ROLES, (teachers, rate), strict=True) if role_rate)

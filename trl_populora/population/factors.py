@@ -24,8 +24,8 @@ Factors = dict[str, Tensor]
 
 # A singular value below this fraction of the largest one is no direction, but rounding of the fp32 factors.
 RELATIVE_ZERO = 1e-7
-# Rounding of the factors changes their product by about one epsilon of their dtype, relative to its norm. The sum of
-# two parents' products counts as zero if its norm is at most so many epsilons times the sum of the two norms.
+# Rounding of A and B changes the product B A by about one epsilon of their dtype, relative to the norm of B A. The sum
+# of two parents' products counts as zero if its norm is at most ROUNDINGS epsilons times the sum of the two norms.
 ROUNDINGS = 2
 # Columns of A, or rows of B, that are converted to fp64 at a time. With 64 rows such a block has 2 MiB, and stays in
 # the cache of a CPU core. Copying the whole adapters of a 7B model to fp64 takes longer than all arithmetic on them.
@@ -131,7 +131,7 @@ def on_cores(
     norm_of: Sequence[float] | None,
 ) -> Factors:
     """
-    Makes a child from what `combine` makes of the parents' cores, truncated to rank r.
+    Makes a child: `combine` turns the parents' cores into the child's core, which is then truncated to rank r.
 
     Args:
         parents: Factors with the same keys and shapes. The child has the first parent's keys and dtypes. Its A is
@@ -174,16 +174,16 @@ def _map_factors(down_gram: Tensor, up_gram: Tensor, rank: int, combine, norm_of
     to_column_space, from_column_space = _factor_gram(up_gram)
     blocks = [slice(start, start + rank) for start in range(0, down_gram.shape[-1], rank)]
     cores = [to_column_space[..., block] @ to_row_space[..., block].mT for block in blocks]
-    # If one parent is the opposite of the other, their sum is nothing but rounding, and rescaling would make noise of
-    # it. So the second core is then made the exact opposite.
+    # If one parent is the opposite of the other, their sum is nothing but rounding errors, and rescaling would enlarge
+    # the errors to the size of a parent. So the second core is then made the exact opposite of the first.
     if len(cores) == 2:
         norms, sum_norm = [compute_norms(each) for each in cores], compute_norms(cores[0] + cores[1])
         cores[1] = torch.where(sum_norm <= rounding * (norms[0] + norms[1]), -cores[0], cores[1])
     core = combine(cores)
 
-    # The eigenvectors of C^T C are the right singular vectors of C. A row of A that is zero beside a zero column of B
-    # has no gradient and would never learn again. So even a zero product must get r rows of A that are not zero. The
-    # tiny ridge sees to that: in the null space of C, directions of the row space come before others.
+    # The eigenvectors of C^T C are the right singular vectors of C. A zero row of A beside a zero column of B has no
+    # gradient and would never learn again. So A needs r rows that are not zero, even if the child's product is zero.
+    # The tiny ridge provides them: within the null space of C it puts directions of the parents' row space first.
     row_alive = (to_row_space.abs().sum(-1) > 0).to(core)
     energy = core.square().sum((-2, -1), keepdim=True)
     ridge = torch.where(energy > 0, energy * 1e-14, 1.0)
@@ -196,8 +196,8 @@ def _map_factors(down_gram: Tensor, up_gram: Tensor, rank: int, combine, norm_of
         left = left * torch.where(norm > 0, target / norm, 0.0)
 
     # For any orthogonal O the factors (B O^T, O A) have the same product. The child's A gets orthogonal rows with the
-    # first parent's typical row norm, so that the learning rate has the same effect as before. Of all O the one is
-    # taken that brings the child's A nearest to that parent's A.
+    # first parent's typical row norm, so that the learning rate has the same effect as before. O is chosen so
+    # that the child's A is as near as possible to the first parent's A.
     polar_left, _, polar_right = torch.linalg.svd(to_row_space[..., blocks[0]].mT @ right)
     gauge = polar_left @ polar_right
     scale = torch.diagonal(down_gram, dim1=-2, dim2=-1)[:, :rank].mean(-1).sqrt()[:, None, None]
@@ -217,8 +217,8 @@ def find_singular_bases(cores: list[Tensor]) -> tuple[Tensor, Tensor]:
     Finds orthogonal bases `left` and `right`, `[n, R, R]`, for two parents' cores. In these bases the better parent's
     core is diagonal, and so is the part of the worse parent's core outside of the better one's spaces.
 
-    Operators that treat single entries need this: without it an entry would mean something else for every way in which
-    a parent's product can be factored.
+    Operators that treat single entries need these bases. In other bases the meaning of an entry would depend on how a
+    parent's product happens to be factored.
     """
     rank = cores[0].shape[-1] // 2
     left, _, right = torch.linalg.svd(cores[0])

@@ -2,8 +2,8 @@
 
     mean rewards of each generation --note--> sums --halve_every steps--> the half with the lower means leaves
 
-This file decides who leaves. [`~trl_populora.tasks.prompts.HalvingSampler`] decides how many prompts the others get.
-Both compute from the number of optimizer steps how many members are left, so they agree after a resume, too.
+This file decides who leaves. [`~trl_populora.tasks.prompts.HalvingSampler`] decides how many prompts the members that
+stay get. Both compute from the number of optimizer steps how many members are left, so they agree after a resume, too.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Halving(TrainerCallback):
                 self._counts[name] = self._counts.get(name, 0) + 1
 
     def measure(self, member: Member) -> float:
-        """Returns a member's mean reward since the last halving; the lowest number if it has none."""
+        """Returns a member's mean reward since the last halving; minus infinity if it has none."""
         count = self._counts.get(member.name, 0)
         return self._sums[member.name] / count if count else -math.inf
 
@@ -84,13 +84,13 @@ class Halving(TrainerCallback):
         return f"{member.name} {'-' if math.isinf(reward) else format(reward, '+.3f')}"
 
     def _warn(self, step: int, leaving: Sequence[Member], staying: Sequence[Member]) -> None:
-        """Warns of a halving that rewards have not decided, and of one that an evaluation contradicts."""
+        """Warns if the cut went between members of equal reward, and if the best of the last evaluation leaves."""
         reward = self.measure(staying[0])
         if self.measure(leaving[-1]) == reward:
             equal = [each.name for each in self.population if self.measure(each) == reward]
             logger.warning(
-                "%s have equal mean training rewards, so the halving after step %d cut between equals: of those the "
-                "last in number left. Halve later (`halve_every`), or give rewards that tell members apart.",
+                "%s have equal mean training rewards, so the halving after step %d cut between equals, by "
+                "number: the highest left. Halve later (`halve_every`), or give rewards that tell members apart.",
                 ", ".join(equal),
                 step,
             )

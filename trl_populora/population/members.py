@@ -28,7 +28,7 @@ class Member:
     One member of the population: what the matchmaker and evolution know about it.
 
     Args:
-        name: Name, e.g. `"teacher_0"`. Unless there is a single agent, the PEFT adapter has it, too. A child takes
+        name: Name, e.g. `"teacher_0"`. [`Population.adapter`] has the name of the member's PEFT adapter. A child takes
             over the name of the member that it replaces.
         role: `"teacher"` or `"student"`.
         index: Place of the member's adapter in [`Population.adapters`]. The routed LoRA layers know the member by this
@@ -39,7 +39,8 @@ class Member:
         parents: The parents as `name@version`, because another member may have the parent's name later.
         operator: Name of the operator that has made this member; `"init"` if none has.
         version: How many members had the name before this one.
-        settings: Values of the options in which members differ, by option. A child inherits them.
+        settings: Values of the options in which members differ, by option. A child inherits all
+            of them except the seed.
     """
 
     name: str
@@ -61,7 +62,7 @@ class Member:
 
     @property
     def record(self) -> dict[str, Any]:
-        """The member as a line of `lineage.jsonl` tells of it."""
+        """What a line of `lineage.jsonl` says of a member."""
         return {"member": self.identity, "mu": self.mu, "sigma": self.sigma, "age": self.age}
 
 
@@ -124,9 +125,9 @@ class Population:
     @property
     def seats(self) -> dict[str, Member | None]:
         """
-        The member in each seat by the seat's name, `None` if the seat is empty. A seat has its adapter's name. Only
-        the single agent's two members share one adapter; they stand under their own names. Metrics are logged under
-        these names.
+        The member in each seat by the name of the seat, `None` if the seat is empty. A seat has the name of its
+        adapter. The two members of a single agent share one adapter, so their own names are the keys. Metrics are
+        logged under the keys.
         """
         if self.single_agent:
             return {member.name: member for member in self.members}
@@ -139,7 +140,7 @@ class Population:
         return [*dict.fromkeys(self.adapters[member.index] for member in self.members)]
 
     def adapter(self, name: str) -> str:
-        """Returns the name of the adapter that plays the member `name`."""
+        """Returns the name of the adapter of the member `name`."""
         return self.adapters[self[name].index]
 
     @property
@@ -155,7 +156,7 @@ class Population:
         return [member for member in self.members if member.role == role]
 
     def list_values(self, option: str, default: Any) -> list[Any]:
-        """Lists the value of an option for each seat. Empty seats, and members without their own, have `default`."""
+        """Lists an option's value for each seat. `default` stands for empty seats and for members without a value."""
         held = {member.index: member.settings.get(option, default) for member in self.members}
         return [held.get(index, default) for index in range(len(self.adapters))]
 
@@ -167,7 +168,7 @@ class Population:
 
     def best_student(self, rates: Mapping[str, float], what: str = "held-out solve rate") -> tuple[str, str]:
         """
-        Finds the best student. Returns its name, and in words what decided.
+        Finds the best student. Returns its name, and a phrase that says what decided: `what`, or the rating.
 
         Args:
             rates: A figure of each student by `name@version`. The highest decides. The rating decides between equal
@@ -202,7 +203,7 @@ class Population:
             parents: The newborn's parents as `name@version`.
             operator: Name of the operator that has made it.
             mu, sigma: The newborn's rating.
-            settings: The newborn's settings; those of the member that goes when `None`.
+            settings: The newborn's settings. With `None` it gets the settings of the member that goes.
 
         Returns:
             The newborn.
@@ -233,16 +234,16 @@ class Population:
         sigma: float = PRIOR_SIGMA,
     ) -> Member:
         """
-        Gives an empty seat to a student: the seat of its name if there is one, else the first.
+        Gives an empty seat to a student: the seat that has the student's name, else the first empty one.
 
         Args:
             name: Name of the member that joins.
             step: Optimizer steps so far.
-            parents: Whose weights it begins with, as `name@version`.
-            mu, sigma: Its rating.
+            parents: The members whose weights it begins with, as `name@version`.
+            mu, sigma: The rating that it begins with.
 
         Returns:
-            The member. Its version is 0, or the one after that of the last member of this name.
+            The member. If a member of this name has left, the new version is the next one, else 0.
 
         Raises:
             `ValueError`: If `name` is no file name or is taken, or if no seat is empty.
@@ -251,7 +252,8 @@ class Population:
             raise ValueError(f"A member's name must have only letters, digits, `_` and `-`, got {name!r}.")
         seats = self.seats
         empty = [seat for seat, member in seats.items() if member is None]
-        # A seat's name may not be another seat's member: metrics go by seats, and records by members.
+        # A newcomer may not have the name of a seat that somebody else holds: metrics have the names of seats, records
+        # the names of members, and one name would stand for two members.
         if name in self.names or (name in seats and name not in empty):
             raise ValueError(f"The name {name!r} is taken: the members are {', '.join(self.names)}. Choose another.")
         if not empty:
@@ -299,8 +301,8 @@ class Population:
         are here, because some may have joined or left.
 
         Raises:
-            `ValueError`: If the members of the saved population have other names than those of this one, unless both
-                have students alone and equally many seats.
+            `ValueError`: If the saved members have other names than the present ones. Only populations without
+                teachers, with equally many seats, may differ in names.
         """
         members = [Member(**{**fields, "parents": tuple(fields["parents"])}) for fields in state["members"]]
         names = [member.name for member in members]
@@ -311,7 +313,7 @@ class Population:
                 "with the `teachers` and `students` of the saved run, and its `max_members`."
             )
         self.left = [dict(each) for each in state.get("left", ())]
-        # Members that stay are changed in place, because others may hold them.
+        # With the same names the `Member` objects are changed in place, because other objects may hold them.
         if names == self.names:
             for member, saved in zip(self.members, members, strict=True):
                 member.__dict__.update(saved.__dict__)

@@ -161,7 +161,8 @@ def layer_gaussian(
 
     Args:
         scale, keep_norm: As for [`full_gaussian`].
-        fraction: Fraction of the modules that are changed, chosen at random, at least one. A third, second hand.
+        fraction: Fraction of the modules that are changed, chosen at random, at least one. Summaries of the paper say
+            1/3 (second hand).
     """
     pairs = pair_factors(factors)
     order = torch.randperm(len(pairs), generator=generator, device=generator.device).tolist()
@@ -202,7 +203,8 @@ def component_mask(factors: Factors, generator: Generator, strength: float, *, f
     like a fresh LoRA: A still reads it, and B gives nothing for it.
 
     Args:
-        fraction: Fraction of the components that are dropped, chosen at random. About 30 %, second hand.
+        fraction: Fraction of the components that are dropped, chosen at random. Summaries of the paper say about 30 %
+            (second hand).
     """
 
     def mask(cores: list[Tensor]) -> Tensor:
@@ -261,7 +263,8 @@ def extrapolate(
     Goes from the worse parent through the better one and beyond: worse + factor * (better - worse).
 
     Args:
-        reach: At strength 1 the factor is drawn once per child, uniformly from [1, 1 + reach]. Second hand: [1, 1.5].
+        reach: At strength 1 the factor is drawn once per child, uniformly from [1, 1 + reach]. Summaries of the paper
+            say [1, 1.5] (second hand).
         keep_norm: Whether each module is rescaled to the weighted mean of the parents' norms, see [`_weigh_norms`].
     """
     factor = 1 + strength * reach * float(torch.rand((), generator=generator, device=generator.device))
@@ -279,17 +282,18 @@ def extrapolate(
 @_core_operator
 def dare(cores: list[Tensor], generator: Generator, strength: float, *, drop: float = 0.5) -> Tensor:
     """
-    Adds to the better parent half of a random part of the difference between the parents (DARE, Yu et al., 2023).
+    Moves the better parent towards the worse one, in random entries alone (DARE, Yu et al., 2023).
 
-    Entries of the difference are dropped at random, and the others are rescaled. So the expected child, before it is
-    truncated and gets its norm, is that of [`average`]. What both parents share is never dropped, because it is not in
-    the difference.
+    Entries of the difference between the parents are dropped at random. The other entries are enlarged to make up for
+    them, and half of the result is added to the better parent. So the expected child, before it is truncated and gets
+    its norm, is the child that [`average`] makes. What both parents share is never dropped, because it is not in the
+    difference.
 
     Args:
         drop: Probability that an entry is dropped, at strength 1. The paper gives none.
     """
-    # PEFT's `dare_linear` does not fit. It draws from torch's global generator. And it drops entries of the factors,
-    # and then the cosine to the full product falls to .34 (at p = .7).
+    # PEFT's `dare_linear` does not fit. It draws from torch's global generator. And it drops entries of A and B: with
+    # 70 % of them dropped, the product B A has a cosine of only .34 to the product before.
     probability = min(strength * drop, 1.0)
     if probability >= 1:
         raise ValueError(f"`strength * drop` must be below 1 for the rest to be rescaled, got {strength * drop}.")
@@ -376,8 +380,8 @@ def find_operator(name: str, field: str) -> Callable[..., Factors]:
         field: The option, `"mutations"` or `"crossovers"`.
 
     Raises:
-        `ValueError`: If there is no such operator. The function that is returned raises it if a user's own operator
-            makes a child that is no adapter like the (better) parent, or has numbers that are not finite.
+        `ValueError`: If there is no such operator. Also later, from the returned function, if a user's own operator
+            makes a child whose keys or shapes differ from the (better) parent's, or whose numbers are not finite.
     """
     table = MUTATIONS if field == "mutations" else CROSSOVERS
     if name in table:

@@ -70,8 +70,8 @@ class PoolingCallback(TrainerCallback):
     Sets the members of each pooled role to the mean of their factors, after every `every`-th optimizer step.
 
     Like evolution it waits until the next step begins, so that members are evaluated and saved as they were trained.
-    Each member keeps its optimizer state, its age and its version. All get the mean of their ratings, because they are
-    equal.
+    Each member keeps its optimizer state, its age and its version. The members are equal then, so each gets the mean
+    of their ratings.
 
     All ranks hold the same members and compute the same mean.
 

@@ -4,7 +4,7 @@
 
 By default pairs are drawn by prioritised fictitious self-play (PFSP, Vinyals et al., 2019): the weight of a pair
 depends on the TrueSkill win probability (Herbrich et al., 2006), as in PopuLoRA (arXiv 2605.16727). Ratings then
-follow the scores of the matches, or with `ratings: trueskill` wins and losses, by TrueSkill's own update.
+follow the scores of the matches. With `ratings: trueskill` they follow wins and losses, by TrueSkill's own update.
 `benchmarks/ratings.py` compares ratings by scores with the rule that this package had before.
 In a dataset run nobody meets: members are ranked by their rewards on the same prompts ([`rate_by_rewards`]). Nothing
 here needs torch.
@@ -37,12 +37,13 @@ TAU = PRIOR_SIGMA / 20
 # stays the same: mu is the prior's, sigma is 0. `Matchmaker.update` takes TAU for this sigma, and does not store it.
 GIVEN_TASKS = Member("", "teacher", -1, sigma=0.0)
 
-# How often members of one skill have equal mean rewards, or draw a match: TrueSkill's default.
+# How often members of equal skill have equal mean rewards, or draw a match: TrueSkill's default.
 DRAW_PROBABILITY = 0.1
 
-# By what ratings follow a match: its score, or who won it.
+# Which result of a match moves the ratings: its score, or who won.
 RATINGS = ("scores", "trueskill")
-# `ratings: trueskill` has the library's own numbers. Its tau widens the sigma at each match, ours once in a step.
+# `ratings: trueskill` uses the default numbers of the TrueSkill library. The library's tau widens a sigma at every
+# match; TAU widens it once in a step.
 WINS = TrueSkill(PRIOR_MU, PRIOR_SIGMA, BETA, PRIOR_SIGMA / 100, DRAW_PROBABILITY)
 
 # Standard deviation of the student's share of one proposal, if both skills are known.
@@ -82,8 +83,8 @@ def win_probability(student: Member, teacher: Member) -> float:
 
 def points_per_share(proposals: int) -> float:
     """Computes how many rating points a difference of 1 in the mean share is worth: 81.6 for 12 proposals."""
-    # TrueSkill knows the noise of a difference of two performances, sqrt(2) * BETA. The mean share of a match has the
-    # noise SHARE_SD / sqrt(proposals). The factor turns the second into the first.
+    # In TrueSkill the difference of two performances has the noise sqrt(2) * BETA. The mean share of a match has the
+    # noise SHARE_SD / sqrt(proposals). Multiplied by this factor, a share has the noise of a difference.
     return math.sqrt(2 * proposals) * BETA / SHARE_SD
 
 
@@ -112,8 +113,8 @@ def choose_weight(name: str, kappa: float) -> Weight:
     and teacher.
 
     Raises:
-        `ValueError`: If there is no such function. The function that is returned raises it for a weight that is
-            negative or not finite.
+        `ValueError`: If there is no such function. Also later, from the returned function, if the user's own one gives
+            a weight that is negative or not finite.
     """
     if name in STRATEGIES:
         return lambda student, teacher: STRATEGIES[name](win_probability(student, teacher), kappa)
@@ -135,9 +136,9 @@ class Matchmaker:
     """
     Draws the matches of each step, and turns their scores into ratings.
 
-    Each teacher gets one student. Over the whole run any two students differ by at most one match. Within this rule
-    the draw is random by weight: Gumbel noise is added to the logarithms of the weights, and the best assignment is
-    taken. With one teacher that is the same as sampling in proportion to the weights.
+    Each teacher gets one student. At any time two students differ in their number of matches by at most one. Within
+    this rule the draw is random by weight: Gumbel noise is added to the logarithms of the weights, and the best
+    assignment is taken. With one teacher that is the same as sampling in proportion to the weights.
 
     Args:
         strategy: `"pfsp"`, `"uniform"`, or a function of two members, student and teacher, as `"module:function"`.
@@ -239,7 +240,7 @@ class Matchmaker:
         for match, shares in outcomes.items():
             if not shares or not all(0.0 <= share <= 1.0 for share in shares):
                 raise ValueError(
-                    f"The student's shares of {match} must be at least one, in [0, 1] each, got {shares}."
+                    f"The student's shares of {match} must not be empty, and each must be in [0, 1], got {shares}."
                 )
         # A match counts once, by its score. A win or a loss would say less. Rating each task as one match
         # would say too much: sigma would collapse.
@@ -288,7 +289,7 @@ class Matchmaker:
 def _rate_games(
     players: Mapping[str, Member], matches: Sequence[Match], leads: Sequence[float]
 ) -> dict[str, Gaussian]:
-    """Rates each match as one game of TrueSkill's, in their order. A lead counts the student's points."""
+    """Rates the matches one after the other, each as one TrueSkill game. A lead is how many points the student led."""
     rated = {name: Rating(player.mu, player.sigma) for name, player in players.items()}
     margin = calc_draw_margin(WINS.draw_probability, 2, WINS)
     for match, lead in zip(matches, leads, strict=True):
