@@ -15,12 +15,13 @@ from trl_populora.run.read import EVALUATION, LINEAGE, classify_log, read_lines
 # The trackers that show tables. Both name the functions alike: `Table(columns=..., data=...)` and `log({...})`.
 TRACKERS = ("wandb", "trackio")
 
-# Columns of the tables `population`, `births` and `lineage`.
+# Columns of the table `population`.
 MEMBER = ("step", "name", "role", "mu", "sigma", "held_out", "age", "born", "version", "operator", "parents")
-# Columns of `population` in a dataset run, whose members have rewards and no solve rate.
+# The same in a dataset run, whose members have rewards and no solve rate.
 PROMPT_MEMBER = tuple(
     each for name in MEMBER for each in (("reward", "eval_reward") if name == "held_out" else (name,))
 )
+# Columns of the tables `births` and `lineage`.
 BIRTH = ("step", "role", "child", "replaced", "parents", "operator", "strength", "mu", "cosine")
 INDIVIDUAL = ("member", "role", "born", "replaced", "generation", "parents", "operator", "mu")
 
@@ -89,10 +90,10 @@ def list_family(members: Sequence[Mapping[str, Any]], births: Sequence[Mapping[s
 
     Returns:
         A dictionary per individual with the keys in `INDIVIDUAL`; founders may have more. `replaced` is the step at
-        which the individual was replaced, and is there only if it was.
+        which the individual was replaced or left. Individuals that still play do not have this key.
     """
-    # An individual is `name@version`: a child takes over the name of the member that it replaces. Who joins a dataset
-    # run replaces nobody, and who leaves has no child.
+    # An individual is `name@version`: a child takes over the name of the member that it replaces. A member that joins
+    # a dataset run replaces nobody, and a member that leaves is replaced by nobody.
     alive = {f"{member['name']}@{member['version']}": member for member in members}
     born = {birth["child"] for birth in births}
     first = [*(birth["replaced"]["member"] for birth in births if birth["replaced"]), *alive]

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 # A map of features has a row for each of the most frequent features, and a column for each block of steps.
 FEATURES = 20
 BLOCKS = 12
-FEW = 4  # a share of fewer attempts says little, so its cell stays grey
+FEW = 4  # a cell of fewer than 4 attempts stays grey, because their share of right ones says little
 
 Map = list[list[float]]  # `[features, blocks]`; NaN where too little was seen
 
@@ -109,8 +109,8 @@ def _draw_map(axis: Axes, values: Map, features: Sequence[str], width: int, role
     scale = LinearSegmentedColormap.from_list(role, ["#FFFFFF", COLORS[role]]).with_extremes(bad="0.88")
     end = 0.5 + width * len(values[0])
     image = axis.imshow(values, cmap=scale, vmin=0, aspect="auto", extent=(0.5, end, len(features), 0))
-    # Right attempts are shown on a scale from 0 to 1. Few proposals use any one feature, so the scale of the other map
-    # ends at its largest share.
+    # The scale of right attempts goes from 0 to 1. The scale of proposals ends at the largest share, because few
+    # proposals use any one feature.
     if role == "student":
         image.set_clim(0, 1)
     axis.set_yticks([place + 0.5 for place in range(len(features))], features, fontsize=7)
@@ -215,8 +215,7 @@ PLOTS = (
     Plot(
         "curriculum",
         "How demanding the tasks are",
-        "What the kinds measure of valid tasks. Programs have four measures, which are known to fall in single-agent "
-        "self-play.",
+        "Measures of valid tasks. Programs have four measures, which are known to fall in single-agent self-play.",
         draw_curriculum,
         4.6,
         needs="measures",
