@@ -74,7 +74,7 @@ def save_picture(
 
 
 def on_one_axis(paint: Callable[[Axes, Run], None]) -> Draw:
-    """Makes a function that draws a whole figure: `paint` draws on its axes, births, step axis and legend are added."""
+    """Makes a function that draws a whole figure: `paint` draws on axes, then births, step axis and legend follow."""
 
     @wraps(paint)
     def draw(figure: Figure, run: Run) -> None:

@@ -308,8 +308,8 @@ PLOTS = (
     Plot(
         "lineage",
         "Lineage",
-        "One bar per name of a member. The shade changes when a child takes the name over; an arrow comes from each "
-        "parent.",
+        "One bar per place in the population. The shade changes when the next member takes the place; an arrow comes "
+        "from each parent.",
         draw_lineage,
         4.2,
         needs="lineage",
@@ -325,7 +325,7 @@ PLOTS = (
     ),
 )
 
-# `run.png` shows two pictures side by side in each row, and leaves these out.
+# `run.png` leaves these pictures out. It shows the others, two in each row.
 _DETAILS = ("held_out_kinds", "curriculum", "coverage", "rejects", "matches", "lineage", "times")
 OVERVIEW = [plot for plot in PLOTS if plot.name not in _DETAILS]
 
