@@ -40,7 +40,7 @@ def check_kind(kind: TaskKind, tasks: Sequence[Task] = (), say: Callable[[str], 
 
     Args:
         kind: The kind.
-        tasks: Tasks of this kind, which the kind must accept, and tasks of other kinds. Prompts for teachers show the
+        tasks: Tasks of this kind, which the kind must accept, and tasks of other kinds. Prompts for teachers show
             tasks of the kind's `reference_kinds`.
         say: Receives the prompts, and how many texts could be read as proposals.
     """

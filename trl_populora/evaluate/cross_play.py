@@ -70,7 +70,7 @@ class CrossPlayArguments:
     proposals: int = field(default=12, metadata={"help": "Number of proposals per teacher; the kinds take turns."})
     attempts: int = field(default=4, metadata={"help": "Attempts of every student at every fresh valid proposal."})
     tasks: str | None = field(
-        default=None, metadata={"help": "More tasks, which every member attempts; same forms as seed_tasks."}
+        default=None, metadata={"help": "More tasks, which every member attempts, in a form that seed_tasks takes."}
     )
     task_kinds: list[str] | None = field(
         default=None, metadata={"help": "Kinds that all play; default: the first run's, if all are built in."}
@@ -389,7 +389,7 @@ def gather_references(kinds: Sequence[str], roots: Sequence[Path], style: str) -
         [`~datasets.Dataset`] or `None`: `None` if no kind is a user's own; then the package's tasks suffice.
 
     Raises:
-        `ValueError`: If no population has an archive, or an archive is broken.
+        `ValueError`: If a kind is a user's own and no population has an archive, or an archive is broken.
     """
     own = [kind.name for kind in map(resolve_kind, kinds) if kind.name not in TASK_KINDS]
     if not own:

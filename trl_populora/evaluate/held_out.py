@@ -57,8 +57,9 @@ def attempt(
     Lets members attempt tasks, sampled as in training. The ranks share the rows in equal parts. Collective.
 
     With a `seed` the attempts depend neither on the number of ranks nor on what was sampled before, and what is
-    sampled later does not depend on the attempts. With a `batch` every batch has a seed of its own, without one every
-    task has. One difference remains: vLLM rounds a row differently beside other rows, which may change a token.
+    sampled later does not depend on the attempts. With a `batch` each batch has a seed of its own, without `batch`
+    each task has one. One difference remains: vLLM rounds a row differently beside other rows, which may change a
+    token.
 
     Args:
         referee: Poses the tasks and grades.
@@ -125,8 +126,8 @@ def scores(tried: Mapping[str, Sequence[Sequence[Tried]]], tasks: Sequence[Task]
 
     Returns:
         `{member}/solve_rate` and `{member}/thinking_rate`. Over the members: `solve_rate_mean`, `solve_rate_best`,
-        `solve_rate_worst`, `thinking_rate`, `{kind}/solve_rate`, and `pass_at_{k}`, the share of tasks that at least
-        one of the k attempts solves.
+        `solve_rate_worst`, `thinking_rate`, `{kind}/solve_rate`, and `pass_at_{k}`, the share of tasks that a member
+        solves in at least one of its k attempts.
     """
     figures: dict[str, float] = {}
     rates = {member: [fmean(t.correct for t in group) for group in groups] for member, groups in tried.items()}

@@ -297,7 +297,8 @@ def _make_settings(options: TryArguments) -> PopuLoRAConfig:
     args = PopuLoRAConfig(
         "unused",
         task_kinds=options.task_kinds,
-        # With teachers a config refuses kinds without proposals. Here kinds with proposals are asked for them anyway.
+        # A run with teachers refuses kinds without proposals. Without teachers no kind is refused, and this file asks
+        # for proposals nevertheless.
         teachers=0,
         inputs_per_function=options.inputs,
         max_completion_length=options.max_completion_length,

@@ -45,8 +45,8 @@ class TrackerTables(TrainerCallback):
     """
     A callback that sends the tables `population`, `births` and `lineage` to W&B and trackio.
 
-    It sends them when a member was replaced, with every evaluation, and at the end. Before the first birth it sends
-    `population` alone. The trainer logs the curves, and TRL the table `completions`.
+    It sends them when a member was replaced, with every evaluation, and at the end. Until somebody is born, joins or
+    leaves, it sends `population` alone. The trainer logs the curves, and TRL the table `completions`.
 
     Args:
         describe: Returns the contents of `population.json`.

@@ -74,7 +74,7 @@ def save_picture(
 
 
 def on_one_axis(paint: Callable[[Axes, Run], None]) -> Draw:
-    """Makes a function that draws a whole figure: `paint` draws on axes, then births, step axis and legend follow."""
+    """Makes a function that draws a figure: `paint` draws on its axes, then births, step axis and legend are added."""
 
     @wraps(paint)
     def draw(figure: Figure, run: Run) -> None:
@@ -327,7 +327,7 @@ def draw_functions(axis: Axes, run: Run) -> None:
 
 @on_one_axis
 def draw_evaluations(axis: Axes, run: Run) -> None:
-    """Draws mean rewards on `eval_dataset`: of each member, or with several tables of each table's best and worst."""
+    """Draws mean rewards on `eval_dataset`: of each member; with several tables of the best and worst on each."""
     members, tables = run.members("student"), run.tables
     for index, name in enumerate(members if len(tables) == 1 else ()):
         points = run.series(f"{tables[0]}member/{name}/reward")
@@ -495,7 +495,8 @@ def draw_lineage(figure: Figure, run: Run) -> None:
     if not run.game:
         axis.set_xlabel("optimizer step")
     axis.set_xlim(0, max(end, 1) * 1.02)
-    # The legend shows these lines without points. From the drawn lines it would have an entry for each bar and arrow.
+    # The legend has an entry for each of these lines, which have no points. The bars and arrows themselves would give
+    # it far too many entries.
     handles = [axis.plot([], [], color=COLORS[role], linewidth=5, alpha=0.45)[0] for role in roles]
     labels = [f"{role}'s life" for role in roles] if run.game else ["a member's life"]
     if run.lineage:

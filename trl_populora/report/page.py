@@ -216,8 +216,10 @@ def _list_prompt_facts(run: Run) -> dict[str, Any]:
 
 def _write_changes(run: Run) -> str:
     """
-    Writes the section "What changed", sentences and then tables. One sentence has the mean on `eval_dataset` in the
-    first and the last evaluation, and one each clear change between the first and the last fifth of the steps.
+    Writes the section "What changed": sentences, then tables.
+
+    The first sentence compares the members' mean on `eval_dataset` in the first and the last evaluation. Each further
+    sentence has one clear change between the first and the last fifth of the steps. The last one is about the rest.
     """
     early, late = take_fifths(run)
     if not early:
@@ -239,8 +241,8 @@ def _write_changes(run: Run) -> str:
         header = ("", f"step {start}", f"step {end}", "change", *(("base",) if run.game else ()))
         parts.insert(0, _write_change_table(header, measured))
     note = (
-        "First and last fifth of the logged steps. Bold: a clear change, by Welch's test at 1 %. The test takes steps "
-        "for independent of each other. Neighbouring steps are not quite, so even a bold line may be chance."
+        "First and last fifth of the logged steps. Bold: a clear change, by Welch's test at 1 %. The test treats "
+        "steps as independent. Neighbouring steps are not quite, so even a bold line may be chance."
     )
     tables = "".join(f"<div>{table}</div>" for table in parts)
     return f'<ul>{items}<li>{rest}</li></ul><div class="columns">{tables}</div><p class="note">{note}</p>'

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 # A map of features has a row for each of the most frequent features, and a column for each block of steps.
 FEATURES = 20
 BLOCKS = 12
-FEW = 4  # a cell of fewer than 4 attempts stays grey, because their share of right ones says little
+FEW = 4  # a cell with fewer than 4 attempts stays grey: the share of so few says little
 
 Map = list[list[float]]  # `[features, blocks]`; NaN where too little was seen
 
@@ -224,8 +224,8 @@ PLOTS = (
         "coverage",
         "How wide the tasks range",
         "Distinct structures of programs over the whole run, with the seed tasks, and how evenly they are used. "
-        "Below: the number of different features (operators, methods, builtins) in the last accepted tasks, as many "
-        "as twelve steps propose.",
+        "Below: the number of different features (operators, methods, builtins) in the newest tasks. Of these as many "
+        "are counted as teachers make proposals in twelve steps.",
         draw_coverage,
         5.6,
         needs="breadth",
@@ -250,7 +250,7 @@ PLOTS = (
     Plot(
         "matches",
         "Who met whom",
-        "Share of right attempts of each student at each teacher's tasks, and the number of their matches.",
+        "Share of right attempts of each student at each teacher's fresh tasks, and the number of their matches.",
         draw_matches,
         4.2,
         needs="pairs",

@@ -200,7 +200,8 @@ def format_value(value: float | None, form: Form, sign: bool = False) -> str:
 
 # These columns hold words and are aligned to the left, the others to the right.
 WORDS = ("member", "made by", "parents")
-# The figure by which the table is sorted, best first, for a value of `best_student_by`. For other values it is `mu`.
+# `best_student_by` decides by which figure the members are sorted, the highest first. For a value that is not listed
+# here it is `mu`.
 FIGURES = {"reward on eval_dataset": "eval_reward", "reward": "reward"}
 
 
