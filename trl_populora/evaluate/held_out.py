@@ -350,7 +350,7 @@ def _read_table(field: str, table: Any, kinds: Mapping[str, TaskKind]) -> list[T
 
 
 def list_given_tables(train_dataset: Dataset | None, held_out: HeldOut | None) -> dict[str, list[Task]]:
-    """Lists the tasks that the user gave, by the name of their dataset in messages. Their outputs are unchecked."""
+    """Lists the tasks that the user gave, under the names that messages have for their datasets. Checks no outputs."""
     tables = {} if held_out is None else {_name_field(name): tasks for name, tasks in held_out.tables.items()}
     if train_dataset is not None:
         tables["train_dataset"] = [read_task(row, f"row {number}") for number, row in enumerate(train_dataset)]

@@ -99,7 +99,7 @@ def list_family(members: Sequence[Mapping[str, Any]], births: Sequence[Mapping[s
     first = [*(birth["replaced"]["member"] for birth in births if birth["replaced"]), *alive]
     roles = {birth["replaced"]["member"]: birth["role"] for birth in births if birth["replaced"]}
     roles |= {name: member["role"] for name, member in alive.items()}
-    # Founders appear in no birth as a child. They are known because they live or were replaced.
+    # Founders appear in no birth as a child. They are known because they still play, were replaced or left.
     found: dict[str, dict[str, Any]] = {
         name: {"parents": [], "operator": "init"} | dict(alive.get(name, {})) | {"member": name, "role": roles[name]}
         for name in sorted({*first} - born)

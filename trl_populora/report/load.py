@@ -300,7 +300,7 @@ def _read_rollouts(root: Path, columns: Sequence[str], last: int = 0) -> list[di
     """
     import pyarrow.parquet as pq
 
-    # By number, not by name: names have five digits, and step 100000 has six.
+    # Sorted by number, not by name: names have five digits, but that of step 100000 has six.
     paths = sorted(root.glob("rollouts/step_*.parquet"), key=lambda path: (len(path.name), path.name))[-last:]
     # Files of early versions lack some of the columns.
     present = {path: [name for name in columns if name in pq.read_schema(path).names] for path in paths}

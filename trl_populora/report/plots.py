@@ -194,8 +194,8 @@ PLOTS = (
     Plot(
         "solve_rate",
         "Solve rate per match",
-        "Share of right attempts at each teacher's fresh tasks, made by the student that it met. Near 1 the tasks "
-        "have become too easy, near 0 too hard.",
+        "Share of right attempts at the fresh tasks of each teacher. Near 1 its tasks have become too easy, near 0 "
+        "too hard.",
         draw_solve_rates,
     ),
     Plot(
@@ -224,8 +224,8 @@ PLOTS = (
         "coverage",
         "How wide the tasks range",
         "Distinct structures of programs over the whole run, with the seed tasks, and how evenly they are used. "
-        "Below: the number of different features (operators, methods, builtins) in the newest tasks. Of these as many "
-        "are counted as teachers make proposals in twelve steps.",
+        "Below: the number of different features (operators, methods, builtins) in the newest tasks. The newest tasks "
+        "are the last N accepted ones; N is the number of proposals in twelve steps.",
         draw_coverage,
         5.6,
         needs="breadth",
