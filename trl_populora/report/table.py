@@ -299,7 +299,7 @@ def tell_best(population: Mapping[str, Any], saved: bool) -> str:
     if len(equal) < 2:
         return f"Best by {words}: {name}{', whose adapter lies at the root' if saved else ''}."
     tied = [each for each in equal if _get(each, "mu") == _get(best, "mu")]
-    why = "by rating" if len(tied) < 2 else "because it stands first in the population"
+    why = "by rating" if len(tied) < 2 else "as the first of those with equal ratings"
     names = ", ".join(each["name"] for each in equal)
     taken = f"The adapter at the root is that of {name}" if saved else f"{name} counts as the best"
     return f"No single best by {words}: {names} are equal. {taken}, {why}."
