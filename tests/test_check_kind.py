@@ -125,7 +125,7 @@ def leave(self, text, references):
         (
             "accept",
             lambda *_: Reject.ERROR,
-            "`accept` must make of a given task one with the same outputs, got Refusal",
+            "`accept` must return a task with the outputs of the given task, got Refusal",
         ),
         (
             "accept",

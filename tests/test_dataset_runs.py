@@ -297,12 +297,13 @@ def test_lines_say_which_members_are_equal():
             [(0.5, 25.0), (0.5, 25.0)],
             "rating among those with the highest reward on eval_dataset",
             "No single best by reward on eval_dataset: a, b are equal. "
-            "a counts as the best, by number, as the first of them.",
+            "a counts as the best, as the first of those with equal ratings.",
         ),
         (
             [(None, 25.0), (None, 25.0)],
             "rating",
-            "No single best by rating: a, b are equal. a counts as the best, by number, as the first of them.",
+            "No single best by rating: a, b are equal. "
+            "a counts as the best, as the first of those with equal ratings.",
         ),
     ],
 )

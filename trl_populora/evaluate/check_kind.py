@@ -34,14 +34,14 @@ def check_kind(kind: TaskKind, tasks: Sequence[Task] = (), say: Callable[[str], 
     """
     Plays a configured kind and returns the problems, one sentence each.
 
-    The kind writes its prompts, judges the given tasks, and reads more than a thousand texts that a model might write,
-    as proposals and, if there is a task, as answers to it. A kind without the methods of a proposal is asked for
-    attempts alone.
+    The kind writes its prompts and judges the given tasks. It reads more than a thousand texts that a model might
+    write: as proposals, and as answers to at most three tasks. A kind without the methods of a proposal reads them
+    only as answers.
 
     Args:
         kind: The kind.
-        tasks: Tasks of this kind, which it must accept, and tasks of other kinds. Those of its `reference_kinds` are
-            shown to teachers.
+        tasks: Tasks of this kind, which the kind must accept, and tasks of other kinds. Prompts for teachers show
+            tasks of the kind's `reference_kinds`.
         say: Receives the prompts, and how many texts could be read as proposals.
     """
     missing = kind.missing_for_proposals()
@@ -75,7 +75,7 @@ def check_kind(kind: TaskKind, tasks: Sequence[Task] = (), say: Callable[[str], 
         for text in formed[:RUNS]:
             with _note_problems(kind, problems, text):
                 made += [t for t in referee.judge([Written(kind.name, text, shown)], rng) if isinstance(t, Task)]
-        # 4. What a run asks about each task, and the texts as answers to the first three tasks.
+        # 4. The methods that a run calls for each task. Then all texts as answers to the first three tasks.
         for task in (*own, *made):
             with _note_problems(kind, problems, task):
                 _check_estimates(kind, task, referee)
@@ -107,7 +107,8 @@ def _note_problems(kind: TaskKind, problems: dict[str, str], *given: Any) -> Ite
 
     Args:
         kind: The kind. The problem names the method of the kind that raised.
-        problems: The problems by their text up to the value received, so that each problem is noted once.
+        problems: The problems noted so far. The key of each is its text before the value received, so that the same
+            problem with another value is not noted again.
         given: What the block worked on; the problem quotes it.
     """
     try:
@@ -152,7 +153,7 @@ def _read_twice(kind: TaskKind, problems: dict, method: str, texts: Sequence[str
                     )
                 formed += [text] * getattr(found, "well_formed", not isinstance(found, Reject | Refusal))
     finally:
-        # An error that is no problem of the kind, such as Ctrl-C, leaves the caller's handler in place, too.
+        # The caller's handler comes back even after Ctrl-C, which is no problem of the kind and ends the loop.
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
     return formed
@@ -163,14 +164,14 @@ def _judge_given(kind: TaskKind, task: Task, referee: Referee, written: str) -> 
     proposal = Proposal(task.kind, task.program, task.inputs, task.message)
     (found,) = referee.verify([(task.kind, proposal)], random.Random(0))
     if not isinstance(found, Task) or sorted(found.outputs) != sorted(task.outputs):
-        raise ValueError(f"`accept` must make of a given task one with the same outputs, got {found!r:.200}")
+        raise ValueError(f"`accept` must return a task with the outputs of the given task, got {found!r:.200}")
     if written and not isinstance(kind.parse_proposal(written, [task]), Proposal):
         raise ValueError(f"`parse_proposal` must read what `write_proposal` wrote, got {written!r:.80}")
 
 
 def _check_estimates(kind: TaskKind, task: Task, referee: Referee) -> None:
-    """Checks what a run asks a kind about a task: `chance`, `guesses`, `copies`, `complexity` and `features`."""
-    # If one of these methods raises in a run, the run logs it and goes on without its value. Called here, it raises.
+    """Checks the methods that a run calls for a task: `chance`, `guesses`, `copies`, `complexity` and `features`."""
+    # If one of these methods raises in a run, the run logs the error and goes on without the value. Here it raises.
     for method in ("chance", "guesses", "copies", "complexity"):
         getattr(kind, method)(task)
     if not 0 <= (chance := referee.chances([task])[0]) <= 1:

@@ -70,10 +70,10 @@ class CrossPlayArguments:
     proposals: int = field(default=12, metadata={"help": "Number of proposals per teacher; the kinds take turns."})
     attempts: int = field(default=4, metadata={"help": "Attempts of every student at every fresh valid proposal."})
     tasks: str | None = field(
-        default=None, metadata={"help": "More tasks, which every member attempts; given as seed_tasks are."}
+        default=None, metadata={"help": "More tasks, which every member attempts, in a form that seed_tasks takes."}
     )
     task_kinds: list[str] | None = field(
-        default=None, metadata={"help": "Kinds that all play; those of the first run by default, if built in."}
+        default=None, metadata={"help": "Kinds that all play; default: the first run's, if all are built in."}
     )
     seed: int = field(default=0, metadata={"help": "Chooses references and samples."})
     out: str = field(default="crossplay", metadata={"help": "Directory for crossplay.json and crossplay.png."})
@@ -243,9 +243,9 @@ def assemble(
     Args:
         runs: Directories (runs or their checkpoints) or Hub names of saved populations, with the same base and the
             same adapter shape. The first one decides the base's revision and quantisation, the kinds, the prompt
-            style, the lengths and the sampling. Members are asked with the chat template that their own run has
-            saved, the base with that of the first one. If a population was trained on other kinds than those that
-            play, a warning says so.
+            style, the lengths and the sampling. Each member is asked with the chat template of its own population,
+            the base with that of the first one. If a population was trained on other kinds than those that play, a
+            warning says so.
         tasks: Tasks to draw references from. By default the package's tasks and, for a user's own kinds, the tasks in
             the archives of the runs.
         task_kinds: Kinds that all play. By default those of the first run, if the package has them all.
@@ -370,7 +370,7 @@ def _settings_of(saved: dict[str, Any], settings: dict[str, Any]) -> PopuLoRACon
             "use_cpu": on_cpu,
             "bf16": not on_cpu,
             "report_to": [],
-            "teacher_baseline": "group",  # nothing is trained; with "member" a run warns of few proposals
+            "teacher_baseline": "group",  # "member" would warn of few proposals, although nothing is trained here
         }
         | {name: value for name, value in settings.items() if name != "model_init_kwargs"},
     )
@@ -389,7 +389,7 @@ def gather_references(kinds: Sequence[str], roots: Sequence[Path], style: str) -
         [`~datasets.Dataset`] or `None`: `None` if no kind is a user's own; then the package's tasks suffice.
 
     Raises:
-        `ValueError`: If no population has an archive, or an archive is broken.
+        `ValueError`: If a kind is a user's own and no population has an archive, or an archive is broken.
     """
     own = [kind.name for kind in map(resolve_kind, kinds) if kind.name not in TASK_KINDS]
     if not own:

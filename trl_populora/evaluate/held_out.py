@@ -1,4 +1,4 @@
-"""Held-out tasks: read from tables, checked, and how often members solve them.
+"""Reads held-out tasks from tables, checks them, and measures how often members solve them.
 
     members x tasks x attempts --attempt--> Tried --scores--> solve rates --HeldOut--> metrics, the best student
 
@@ -56,9 +56,10 @@ def attempt(
     """
     Lets members attempt tasks, sampled as in training. The ranks share the rows in equal parts. Collective.
 
-    With a `seed` the attempts do not depend on the number of ranks, nor on what was sampled before; and later samples
-    do not depend on them. Every batch has a seed of its own or, without `batch`, every task. vLLM rounds differently
-    when other rows are computed beside a row, which may change a token.
+    With a `seed` the attempts depend neither on the number of ranks nor on what was sampled before, and what is
+    sampled later does not depend on the attempts. With a `batch` each batch has a seed of its own, without `batch`
+    each task has one. One difference remains: vLLM rounds a row differently beside other rows, which may change a
+    token.
 
     Args:
         referee: Poses the tasks and grades.
@@ -110,7 +111,7 @@ def attempt(
 
 
 def _choose_part(rows: int, most: int) -> int:
-    """Splits so many rows into the fewest equal parts of at most `most` rows, and returns the size of a part."""
+    """Splits `rows` rows into the fewest equal parts of at most `most` rows each. Returns how many rows a part has."""
     parts = max(1, -(-rows // most))
     return max(1, -(-rows // parts))
 
@@ -125,8 +126,8 @@ def scores(tried: Mapping[str, Sequence[Sequence[Tried]]], tasks: Sequence[Task]
 
     Returns:
         `{member}/solve_rate` and `{member}/thinking_rate`. Over the members: `solve_rate_mean`, `solve_rate_best`,
-        `solve_rate_worst`, `thinking_rate`, `{kind}/solve_rate`, and `pass_at_{k}`, the share of tasks that at least
-        one of the k attempts solves.
+        `solve_rate_worst`, `thinking_rate`, `{kind}/solve_rate`, and `pass_at_{k}`, the share of tasks that a member
+        solves in at least one of its k attempts.
     """
     figures: dict[str, float] = {}
     rates = {member: [fmean(t.correct for t in group) for group in groups] for member, groups in tried.items()}
@@ -171,7 +172,7 @@ class HeldOut:
         self._questions = {_key_question(task) for tasks in self.tables.values() for task in tasks}
 
     def __contains__(self, task: object) -> bool:
-        """Whether a held-out task asks the same; `_key_question` says what counts as the same."""
+        """Whether a held-out task asks the same as `task`; `_key_question` says what counts as the same."""
         return isinstance(task, Task) and _key_question(task) in self._questions
 
     def measure(
@@ -217,7 +218,7 @@ class HeldOut:
         bar: str,
         untrained: Container[str],
     ) -> dict[str, float]:
-        """Scores the students on one table. Scores the base, too, if it has no scores yet or a student needs them."""
+        """Scores the students on one table, and the base if it has no scores yet or a student is untrained."""
         tasks = self.tables[name]
 
         def tries_of(names: Sequence[str]) -> dict[str, list[list[Tried]]]:
@@ -234,12 +235,13 @@ class HeldOut:
             self.base[name] = {
                 key if key.startswith(f"{BASE_NAME}/") else f"{BASE_NAME}/{key}": value
                 for key, value in scores(base, tasks).items()
-                if key != "thinking_rate" and not key.startswith("solve_rate_")  # would repeat the base's own figures
+                # Figures over all members would repeat the figures of the only member here, the base.
+                if key != "thinking_rate" and not key.startswith("solve_rate_")
             }
         return figures | self.base[name]
 
     def forget_rates(self) -> None:
-        """Forgets what members last reached, because their steps are counted anew from here on."""
+        """Forgets the last solve rates and their step, because a second training counts its steps from 0 again."""
         self.rates, self.step = {}, None
 
     @property
@@ -320,7 +322,7 @@ def load_held_out(
     if shared := [task for task in archive or () if task in held_out]:
         raise ValueError(
             f"{len(shared)} of the {len(archive or ())} tasks to start from ask what `eval_dataset` holds out, so "
-            "nothing would be learned from a high score. Take them out of `train_dataset` or `eval_dataset`. The "
+            "a high score on these would prove nothing. Take them out of `train_dataset` or `eval_dataset`. The "
             f"first is {shared[0].program!r:.200}."
         )
     return held_out
@@ -348,7 +350,7 @@ def _read_table(field: str, table: Any, kinds: Mapping[str, TaskKind]) -> list[T
 
 
 def list_given_tables(train_dataset: Dataset | None, held_out: HeldOut | None) -> dict[str, list[Task]]:
-    """Lists the tasks that the user gave, by the name of their dataset in messages. Their outputs are unchecked."""
+    """Lists the tasks that the user gave, under the names that messages have for their datasets. Checks no outputs."""
     tables = {} if held_out is None else {_name_field(name): tasks for name, tasks in held_out.tables.items()}
     if train_dataset is not None:
         tables["train_dataset"] = [read_task(row, f"row {number}") for number, row in enumerate(train_dataset)]

@@ -1,4 +1,4 @@
-"""The 95 % intervals of every figure that is told: means over seeds, tasks or questions, and shares.
+"""Computes the 95 % intervals that stand beside reported figures: means over seeds, tasks or questions, and shares.
 
 Values have to be independent of each other. Attempts at one task are not, and neither are students of one run: take
 the mean of each task, or of each run, first.
@@ -44,8 +44,8 @@ def find_share(share: float, count: int) -> tuple[float, float]:
 
     Args:
         share: The share, between 0 and 1.
-        count: Number of independent values, for example of tasks. Where a value is itself a share, as of the attempts
-            at one task, the interval is wide enough for attempts that all end alike.
+        count: Number of independent values, for example of tasks. If each value is itself a share, of the attempts at
+            one task, the interval is as wide as if all attempts at a task ended alike.
     """
     z = float(ndtri(_BELOW))
     middle = (share + z * z / (2 * count)) / (1 + z * z / count)

@@ -297,7 +297,9 @@ def _make_settings(options: TryArguments) -> PopuLoRAConfig:
     args = PopuLoRAConfig(
         "unused",
         task_kinds=options.task_kinds,
-        teachers=0,  # so that kinds without proposals are accepted; the others are asked for proposals all the same
+        # A run with teachers refuses kinds without proposals. Without teachers no kind is refused, and this file asks
+        # for proposals nevertheless.
+        teachers=0,
         inputs_per_function=options.inputs,
         max_completion_length=options.max_completion_length,
         temperature=options.temperature,
@@ -313,14 +315,14 @@ def _make_settings(options: TryArguments) -> PopuLoRAConfig:
 
 
 def _pose_all(setups: Mapping[str, Setup], options: TryArguments) -> tuple[list[Question], dict[Form, str]]:
-    """Writes the questions of all forms; returns them and, with the reasons, the forms that cannot be tried."""
+    """Writes the questions of all forms. Returns the questions, and the reason for each form that cannot be tried."""
     questions, left_out = [], {}
     for form in [*([Form("turns", SHOTS)] if "turns" in setups else []), *map(Form, setups)]:
         try:
             questions += list(_pose(setups[form.style], form, options))
         except ValueError as error:  # a prompt does not fit into the context, or the chat template refuses it
             left_out[form] = str(error)
-    # Teachers are asked in the plain form of a style. If that cannot be tried, the style's other questions go as well.
+    # Teachers are asked in the plain form of a style. If this form cannot be tried, the whole style is left out.
     questions = [question for question in questions if Form(question.form.style) not in left_out]
     if not questions:
         raise ValueError(f"No prompt style can be tried. {next(iter(left_out.values()))}")
@@ -418,11 +420,11 @@ COOLER = 0.7  # temperature at which more answers of small bases can be read, se
 
 def show(found: Tryout, options: TryArguments) -> Iterator[str]:
     """
-    Writes what was found for a person, line by line.
+    Writes the findings as lines of text for a person.
 
     Args:
-        found: What was found.
-        options: What was tried.
+        found: The questions, completions and findings.
+        options: The options of the command.
     """
     form = found.choose()
     forms = list(dict.fromkeys(question.form for question in found.questions))
@@ -473,15 +475,16 @@ def _suggest_ways_out(obstacles: Sequence[str], options: TryArguments) -> Iterat
     if obstacles == ["every answer is right"]:
         yield "The tasks are too easy for this base: train on harder ones (`--seed_tasks`), or on these all the same."
         return
-    cooler = f"`--temperature {COOLER}` makes fewer mistakes; " if options.temperature > COOLER else ""
+    cooler = f"with `--temperature {COOLER}` a base makes fewer mistakes; " if options.temperature > COOLER else ""
     yield (
         "Ways out: a cold start (`recipes/cold_start.py`) teaches the format; a larger or instruction-tuned base "
-        f"knows it; {cooler}`--max_completion_length` may cut answers; `--samples 64` tells small shares from none."
+        f"knows it; {cooler}a larger `--max_completion_length` cuts fewer answers; `--samples 64` tells small shares "
+        "from none."
     )
 
 
 def _quote_failures(found: Tryout, form: Form) -> Iterator[str]:
-    """Quotes, for each role and each reason, the first text in a form that failed for that reason."""
+    """Quotes texts of one form that failed: for each role and each reason the first."""
     seen = set()
     for question, completion, finding in zip(found.questions, found.completions, found.findings, strict=True):
         # Teachers have no rows in a form with solved tasks; their rows are those of the plain style.
@@ -503,6 +506,6 @@ def _format_share(flags: Iterable[bool], attempts: int = 1) -> str:
     """Formats a share in percent with its 95 % interval over tasks. Each task has `attempts` of the flags."""
     flags = list(flags)
     share = fmean(flags)
-    # Attempts at one task mostly end alike. So the interval is that of as many values as there are tasks.
+    # Attempts at one task mostly end alike. So the interval counts each task as one value.
     low, high = find_share(share, len(flags) // attempts)
     return f"{100 * share:3.0f} % [{100 * low:.0f}, {100 * high:.0f}]"

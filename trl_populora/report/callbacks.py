@@ -15,12 +15,13 @@ from trl_populora.run.read import EVALUATION, LINEAGE, classify_log, read_lines
 # The trackers that show tables. Both name the functions alike: `Table(columns=..., data=...)` and `log({...})`.
 TRACKERS = ("wandb", "trackio")
 
-# Columns of the tables `population`, `births` and `lineage`.
+# Columns of the table `population`.
 MEMBER = ("step", "name", "role", "mu", "sigma", "held_out", "age", "born", "version", "operator", "parents")
-# Columns of `population` in a dataset run, whose members have rewards and no solve rate.
+# The same in a dataset run, whose members have rewards and no solve rate.
 PROMPT_MEMBER = tuple(
     each for name in MEMBER for each in (("reward", "eval_reward") if name == "held_out" else (name,))
 )
+# Columns of the tables `births` and `lineage`.
 BIRTH = ("step", "role", "child", "replaced", "parents", "operator", "strength", "mu", "cosine")
 INDIVIDUAL = ("member", "role", "born", "replaced", "generation", "parents", "operator", "mu")
 
@@ -44,8 +45,8 @@ class TrackerTables(TrainerCallback):
     """
     A callback that sends the tables `population`, `births` and `lineage` to W&B and trackio.
 
-    It sends them when a member was replaced, with every evaluation, and at the end. Before the first birth it sends
-    `population` alone. The trainer logs the curves, and TRL the table `completions`.
+    It sends them when a member was replaced, with every evaluation, and at the end. Until somebody is born, joins or
+    leaves, it sends `population` alone. The trainer logs the curves, and TRL the table `completions`.
 
     Args:
         describe: Returns the contents of `population.json`.
@@ -89,16 +90,16 @@ def list_family(members: Sequence[Mapping[str, Any]], births: Sequence[Mapping[s
 
     Returns:
         A dictionary per individual with the keys in `INDIVIDUAL`; founders may have more. `replaced` is the step at
-        which the individual was replaced, and is there only if it was.
+        which the individual was replaced or left. Individuals that still play do not have this key.
     """
-    # An individual is `name@version`: a child takes over the name of the member that it replaces. Who joins a dataset
-    # run replaces nobody, and who leaves has no child.
+    # An individual is `name@version`: a child takes over the name of the member that it replaces. A member that joins
+    # a dataset run replaces nobody, and a member that leaves is replaced by nobody.
     alive = {f"{member['name']}@{member['version']}": member for member in members}
     born = {birth["child"] for birth in births}
     first = [*(birth["replaced"]["member"] for birth in births if birth["replaced"]), *alive]
     roles = {birth["replaced"]["member"]: birth["role"] for birth in births if birth["replaced"]}
     roles |= {name: member["role"] for name, member in alive.items()}
-    # Founders appear in no birth as a child. They are known because they live or were replaced.
+    # Founders appear in no birth as a child. They are known because they still play, were replaced or left.
     found: dict[str, dict[str, Any]] = {
         name: {"parents": [], "operator": "init"} | dict(alive.get(name, {})) | {"member": name, "role": roles[name]}
         for name in sorted({*first} - born)

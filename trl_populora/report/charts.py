@@ -1,8 +1,8 @@
 """Draws the pictures of a run. Needs the `report` extra (matplotlib).
 
 First comes what all pictures share: size, colours, legend, running means. Then come the pictures of what changes from
-step to step, in the game and in a dataset run, and last those of what a run did as a whole. `plots.py` lists the
-pictures with their titles. The functions that it lists get a figure, or a part of one, and the run.
+step to step, in the game and in a dataset run, and last those of what a run did as a whole. `plots.py` lists these
+functions with the titles of their pictures. Each draws a run into a figure, or into a part of one.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def save_picture(
 
 
 def on_one_axis(paint: Callable[[Axes, Run], None]) -> Draw:
-    """Turns a function that paints on axes into one that draws a figure: with births, step axis and legend."""
+    """Makes a function that draws a figure: `paint` draws on its axes, then births, step axis and legend are added."""
 
     @wraps(paint)
     def draw(figure: Figure, run: Run) -> None:
@@ -99,7 +99,7 @@ def choose_line_style(index: int) -> dict[str, Any]:
 def mark_births(axis: Axes, run: Run, label: bool = True) -> None:
     """Draws a dotted vertical line at each step of `Run.births`."""
     for index, step in enumerate(run.births):
-        # Only the first line has a label: the legend names each label once.
+        # Only the first line has a label, because the legend has an entry for each line with a label.
         text = run.marked.removesuffix(" events") if label and not index else None
         axis.axvline(step, color=GREY, linestyle=":", linewidth=0.9, zorder=0, label=text)
 
@@ -111,7 +111,7 @@ def name_steps(axis: Axes, ticks: int = 7) -> None:
 
 
 def locate_whole_numbers(ticks: int) -> MaxNLocator:
-    """Makes a locator that puts about `ticks` ticks at most, all at whole numbers: there is no step 2.5."""
+    """Makes a locator with at most `ticks + 1` ticks, all at whole numbers: there is no step 2.5."""
     from matplotlib.ticker import MaxNLocator
 
     return MaxNLocator(integer=True, nbins=ticks, min_n_ticks=1)
@@ -154,7 +154,7 @@ def plot_smoothed(axis: Axes, run: Run, key: str, **style: Any) -> None:
 
 
 def smooth(values: Sequence[float], run: Run) -> list[float]:
-    """Computes the running mean of a series: of each point and the points before it, as many as the window has."""
+    """Computes the running mean of a series: each value becomes the mean of the window that ends with it."""
     width = _count_window(run)
     return [mean(values[max(0, index + 1 - width) : index + 1]) for index in range(len(values))]
 
@@ -203,9 +203,9 @@ def draw_payoff(
 
 @on_one_axis
 def draw_held_out(axis: Axes, run: Run) -> None:
-    """Draws held-out solve rates: of each student (with one table), the students' mean and, dashed, the base's."""
+    """Draws held-out solve rates: the students' mean and, dashed, the base's. With one table also each student's."""
     tables = run.tables
-    # With several tables there would be too many lines, so each table has only its mean.
+    # With several tables there would be too many lines, so students have no lines of their own.
     if len(tables) == 1:
         for index, name in enumerate(run.members("student")):
             style = choose_line_style(index) | {"linewidth": 1.2, "marker": ".", "label": name}
@@ -327,7 +327,7 @@ def draw_functions(axis: Axes, run: Run) -> None:
 
 @on_one_axis
 def draw_evaluations(axis: Axes, run: Run) -> None:
-    """Draws the mean reward on `eval_dataset`: of each member, or with several tables each table's best and worst."""
+    """Draws mean rewards on `eval_dataset`: of each member; with several tables of the best and worst on each."""
     members, tables = run.members("student"), run.tables
     for index, name in enumerate(members if len(tables) == 1 else ()):
         points = run.series(f"{tables[0]}member/{name}/reward")
@@ -367,7 +367,7 @@ CURRICULUM = dict(
 
 
 def draw_curriculum(figure: Figure, run: Run) -> None:
-    """Draws what the kinds measure of valid tasks, one small picture per measure."""
+    """Draws the measures of a step's valid tasks, such as their lines of code: one small picture per measure."""
     names = run.measures
     columns = min(2, len(names))
     rows = -(-len(names) // columns)
@@ -419,7 +419,7 @@ def draw_rejects(axis: Axes, run: Run) -> None:
     """Draws rejected proposals per step as bars: a colour or hatch per reason, the most frequent reason lowest."""
     prefix = "verify/reject/"
     totals: Counter[str] = Counter()
-    # Steps that played no game have no such keys (`num_iterations`).
+    # With `num_iterations` above 1 some steps play no game, and their entries have no key with this prefix.
     history = [entry for entry in run.history if any(key.startswith(prefix) for key in entry)]
     for entry in history:
         totals.update({key[len(prefix) :]: entry[key] or 0 for key in entry if key.startswith(prefix)})
@@ -495,7 +495,8 @@ def draw_lineage(figure: Figure, run: Run) -> None:
     if not run.game:
         axis.set_xlabel("optimizer step")
     axis.set_xlim(0, max(end, 1) * 1.02)
-    # The legend's entries are lines without points. With the drawn lines it would have an entry for each of them.
+    # The legend has an entry for each of these lines, which have no points. The bars and arrows themselves would give
+    # it far too many entries.
     handles = [axis.plot([], [], color=COLORS[role], linewidth=5, alpha=0.45)[0] for role in roles]
     labels = [f"{role}'s life" for role in roles] if run.game else ["a member's life"]
     if run.lineage:
@@ -506,14 +507,15 @@ def draw_lineage(figure: Figure, run: Run) -> None:
 
 def _place_lives(run: Run, names: Sequence[str], end: int) -> tuple[list[list[str]], dict[str, list[tuple[int, int]]]]:
     """
-    Finds two things. For each line of the lineage: the seat of the child (or of the member that leaves), then the
-    seats of the parents. For each seat: the first and the last step of each member that held it.
+    Returns two things. The first has a list for each line of the lineage: the seat of the child, or of the member
+    that left, then the seats of the parents. The second has for each seat the first and the last step of each member
+    that held it.
     """
-    seats: dict[str, str] = {}  # seats by members' names, where the two differ
+    seats: dict[str, str] = {}  # from a member's name to its seat, if the seat has another name
     places: list[list[str]] = []
     changes: dict[str, list[dict]] = {name: [] for name in names}
     for event in run.lineage:
-        # Children, those who leave, and parents are told as `name@version`.
+        # The lineage writes each member as `name@version`.
         told = [event["child"] or event["replaced"]["member"], *(parent["member"] for parent in event["parents"])]
         who = [each.partition("@")[0] for each in told]
         if "seat" in event:
@@ -523,7 +525,7 @@ def _place_lives(run: Run, names: Sequence[str], end: int) -> tuple[list[list[st
     lives: dict[str, list[tuple[int, int]]] = {}
     for name, events in changes.items():
         known, _ = run.series(f"member/{name}/mu")
-        # A seat may be empty at first, or all the time.
+        # A seat may be empty at first, or for the whole run.
         begun = 0 if (events[0]["replaced"] if events else known or not run.lineage) else None
         lives[name] = []
         for event in events:

@@ -86,7 +86,7 @@ class Run:
 
     @property
     def measures(self) -> list[str]:
-        """What the kinds measure of each task: measures of programs first, then those of other kinds."""
+        """Names of the measures that a task has: measures of programs first, then those of a user's kinds."""
         found = {key.removeprefix("curriculum/") for key in self.latest if key.startswith("curriculum/")}
         # `coverage`, `entropy` and `features` are no measures of one task: the first two belong to the archive, the
         # third to the tasks of several steps.
@@ -94,7 +94,7 @@ class Run:
         return [name for name in PROGRAM_MEASURES if name in found] + sorted(rest)
 
     def members(self, role: str) -> list[str]:
-        """Lists the names of a role's members, by number. All members of a dataset run are students."""
+        """Lists the names of a role's members, sorted by number. All members of a dataset run are students."""
         if not self.game:
             keys = [key for entry in self.history for key in entry if key.count("/") == 2 and key.endswith("/reward")]
             return sorted({key.split("/")[1] for key in keys}, key=_order_name) if role == "student" else []
@@ -136,7 +136,8 @@ class Run:
     @property
     def tables(self) -> list[str]:
         """
-        Tables of `eval_dataset` by the start of their keys: `["eval/"]`; with names `["eval/easy_", "eval/hard_"]`.
+        How the keys of each table of `eval_dataset` begin: `["eval/"]` for one table without a name,
+        `["eval/easy_", "eval/hard_"]` for the tables `easy` and `hard`.
         """
         keys, end = (
             {key for entry in self.evaluations for key in entry},
@@ -163,7 +164,7 @@ class Run:
 
     @property
     def breadth(self) -> list[str]:
-        """Metrics of how wide the tasks range. Two need tasks with programs, one a kind that names features."""
+        """Metrics of how wide the tasks range. Two exist if tasks have programs, one if a kind names features."""
         of_programs = ["curriculum/coverage", "curriculum/entropy"] if self.holds_programs else []
         return of_programs + ["curriculum/features"] * bool(self.latest.get("curriculum/features"))
 
@@ -245,7 +246,7 @@ def _read_checked(path: Path) -> list[dict[str, Any]]:
         raise ValueError(f"{path} is broken ({error}).") from error
 
 
-# Pictures need these columns of all rollouts, the samples on the page need more columns of a few rollouts.
+# Pictures need `ROW_COLUMNS` of all rollouts. The samples on the page need more columns of a few rollouts.
 ROW_COLUMNS = ["step", "role", "member", "match", "kind", "valid", "correct", "archived", "solve_rate", "features"]
 ANSWER_COLUMNS = ["step", "member", "reward", "prompt", "completion"]
 SAMPLE_COLUMNS = [
@@ -299,7 +300,7 @@ def _read_rollouts(root: Path, columns: Sequence[str], last: int = 0) -> list[di
     """
     import pyarrow.parquet as pq
 
-    # By number, not by name: names have five digits, and step 100000 has six.
+    # Sorted by number, not by name: names have five digits, but that of step 100000 has six.
     paths = sorted(root.glob("rollouts/step_*.parquet"), key=lambda path: (len(path.name), path.name))[-last:]
     # Files of early versions lack some of the columns.
     present = {path: [name for name in columns if name in pq.read_schema(path).names] for path in paths}
@@ -318,7 +319,7 @@ Answers = list[dict[str, Any]]  # the members' answers to one prompt of a datase
 
 def load_answers(run: str | Path, number: int = 8) -> list[Answers]:
     """
-    Chooses prompts of a dataset run's last file of rollouts to show, each with what the members answered.
+    Reads a dataset run's last file of rollouts, and chooses prompts to show. Each comes with the members' answers.
 
     Prompts whose answers differ most in reward come first.
     """
@@ -331,7 +332,7 @@ def load_answers(run: str | Path, number: int = 8) -> list[Answers]:
 
 def _rank_answer(row: Mapping[str, Any]) -> float:
     reward = row["reward"]
-    return -reward if reward == reward else 0.0  # NaN: no function judged it
+    return -reward if reward == reward else 0.0  # a reward is NaN if no function judged the answer
 
 
 def name_reject(proposal: Mapping[str, Any]) -> str:
@@ -348,7 +349,7 @@ def load_samples(run: str | Path, number: int = 8) -> list[Sample]:
     """
     proposals, attempts = _collect_proposals(Path(run), last=4)
     valid = sorted((row for row in proposals if row["valid"]), key=lambda row: row["solve_rate"])
-    # The chosen ones are spread evenly from the hardest task to the easiest.
+    # The valid ones are spread evenly from the hardest task to the easiest.
     count = min(len(valid), number * 3 // 4)
     chosen = [valid[place * (len(valid) - 1) // max(1, count - 1)] for place in range(count)]
     chosen += [row for row in proposals if not row["valid"]][: number - len(chosen)]

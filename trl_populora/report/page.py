@@ -215,7 +215,12 @@ def _list_prompt_facts(run: Run) -> dict[str, Any]:
 
 
 def _write_changes(run: Run) -> str:
-    """Writes the section "What changed": a sentence on the first evaluation and each clear change, then tables."""
+    """
+    Writes the section "What changed": sentences, then tables.
+
+    The first sentence compares the members' mean on `eval_dataset` in the first and the last evaluation. Each further
+    sentence has one clear change between the first and the last fifth of the steps. The last one is about the rest.
+    """
     early, late = take_fifths(run)
     if not early:
         return (
@@ -227,7 +232,7 @@ def _write_changes(run: Run) -> str:
     told = [change.told for change in (*measured[:1], *clear) if change.difference]
     what = "Everything else" if clear else f"Everything that the {'game' if run.game else 'run'} measures"
     rest = f"{what} changed no more than steps differ by chance."
-    # Each fifth needs two steps for the test.
+    # The test needs two steps in each fifth.
     if all(change.clear is None for change in played):
         rest = "The run is too short to tell changes from chance. Ten logged steps are enough."
     items = "".join(f"<li>{escape(text[:1].upper() + text[1:])}.</li>" for text in told)
@@ -236,8 +241,8 @@ def _write_changes(run: Run) -> str:
         header = ("", f"step {start}", f"step {end}", "change", *(("base",) if run.game else ()))
         parts.insert(0, _write_change_table(header, measured))
     note = (
-        "First and last fifth of the logged steps. Bold: a clear change, by Welch's test at 1 %. It counts steps "
-        "as independent of each other. Neighbours are not quite, so a bold line may be chance all the same."
+        "First and last fifth of the logged steps. Bold: a clear change, by Welch's test at 1 %. The test treats "
+        "steps as independent. Neighbouring steps are not quite, so even a bold line may be chance."
     )
     tables = "".join(f"<div>{table}</div>" for table in parts)
     return f'<ul>{items}<li>{rest}</li></ul><div class="columns">{tables}</div><p class="note">{note}</p>'
@@ -264,8 +269,8 @@ def _write_change_table(header: Sequence[str], rows: Sequence[Change]) -> str:
 
 def _write_members(run: Run) -> str:
     """Writes the table of members."""
-    # Names and newest ratings come from the metrics, because `population.json` may not be written yet. Metrics
-    # have the names of seats. A seat may have another name than its member, or be empty.
+    # Names and newest ratings come from the metrics, because `population.json` may not be written yet. The metrics
+    # name seats. A seat may be empty, or have another name than the member in it.
     known = {member.get("seat", member["name"]): member for member in run.population.get("members", [])}
     figures = ("mu", "sigma") if run.game else ("mu", "sigma", "reward")
     members = [
@@ -373,7 +378,8 @@ def _write_sample(proposal: Mapping[str, Any], attempts: Sequence[Mapping[str, A
         verdict = name_reject(proposal)
     title = f"step {proposal['step']} · {proposal['member']} · {proposal['kind']} · {verdict}"
     parts = [_write_source(proposal, way)]
-    if proposal["role"] == "teacher":  # else the task was given
+    # A task that was given has no proposal.
+    if proposal["role"] == "teacher":
         parts.append(f"<p>Proposal, reward {proposal['reward']:+.2f}:</p>{_write_text(proposal['completion'])}")
     if attempts:
         parts.append(f"<p>What {escape(attempts[0]['member'])} was asked:</p>{_write_text(attempts[0]['prompt'])}")

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 # A map of features has a row for each of the most frequent features, and a column for each block of steps.
 FEATURES = 20
 BLOCKS = 12
-FEW = 4  # a share of fewer attempts says little, so its cell stays grey
+FEW = 4  # a cell with fewer than 4 attempts stays grey: the share of so few says little
 
 Map = list[list[float]]  # `[features, blocks]`; NaN where too little was seen
 
@@ -109,8 +109,8 @@ def _draw_map(axis: Axes, values: Map, features: Sequence[str], width: int, role
     scale = LinearSegmentedColormap.from_list(role, ["#FFFFFF", COLORS[role]]).with_extremes(bad="0.88")
     end = 0.5 + width * len(values[0])
     image = axis.imshow(values, cmap=scale, vmin=0, aspect="auto", extent=(0.5, end, len(features), 0))
-    # Right attempts are shown on a scale from 0 to 1. Few proposals use any one feature, so the scale of the other map
-    # ends at its largest share.
+    # The scale of right attempts goes from 0 to 1. The scale of proposals ends at the largest share, because few
+    # proposals use any one feature.
     if role == "student":
         image.set_clim(0, 1)
     axis.set_yticks([place + 0.5 for place in range(len(features))], features, fontsize=7)
@@ -194,8 +194,8 @@ PLOTS = (
     Plot(
         "solve_rate",
         "Solve rate per match",
-        "Share of right attempts at each teacher's fresh tasks, made by the student that it met. Near 1 the tasks "
-        "have become too easy, near 0 too hard.",
+        "Share of right attempts at the fresh tasks of each teacher. Near 1 its tasks have become too easy, near 0 "
+        "too hard.",
         draw_solve_rates,
     ),
     Plot(
@@ -215,8 +215,7 @@ PLOTS = (
     Plot(
         "curriculum",
         "How demanding the tasks are",
-        "What the kinds measure of valid tasks. Programs have four measures, which are known to fall in single-agent "
-        "self-play.",
+        "Measures of valid tasks. Programs have four measures, which are known to fall in single-agent self-play.",
         draw_curriculum,
         4.6,
         needs="measures",
@@ -225,8 +224,8 @@ PLOTS = (
         "coverage",
         "How wide the tasks range",
         "Distinct structures of programs over the whole run, with the seed tasks, and how evenly they are used. "
-        "Below: the number of different features (operators, methods, builtins) in the last accepted tasks, as many "
-        "as twelve steps propose.",
+        "Below: the number of different features (operators, methods, builtins) in the newest tasks. The newest tasks "
+        "are the last N accepted ones; N is the number of proposals in twelve steps.",
         draw_coverage,
         5.6,
         needs="breadth",
@@ -251,7 +250,7 @@ PLOTS = (
     Plot(
         "matches",
         "Who met whom",
-        "Share of right attempts of each student at each teacher's tasks, and the number of their matches.",
+        "Share of right attempts of each student at each teacher's fresh tasks, and the number of their matches.",
         draw_matches,
         4.2,
         needs="pairs",
@@ -309,8 +308,8 @@ PLOTS = (
     Plot(
         "lineage",
         "Lineage",
-        "One bar per name of a member. The shade changes when a child takes the name over; an arrow comes from each "
-        "parent.",
+        "One bar per place in the population. The shade changes when the next member takes the place; an arrow comes "
+        "from each parent.",
         draw_lineage,
         4.2,
         needs="lineage",
@@ -326,7 +325,7 @@ PLOTS = (
     ),
 )
 
-# `run.png` shows two pictures side by side in each row, and leaves these out.
+# `run.png` leaves these pictures out. It shows the others, two in each row.
 _DETAILS = ("held_out_kinds", "curriculum", "coverage", "rejects", "matches", "lineage", "times")
 OVERVIEW = [plot for plot in PLOTS if plot.name not in _DETAILS]
 

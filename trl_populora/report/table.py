@@ -52,7 +52,7 @@ class Change:
         form: How its values are written.
         first, last: Value before and after: the mean of a fifth, or one evaluation; `None` without a value.
         clear: Whether it changed by more than steps differ by chance; `None` if too few steps were logged to say,
-            and for held-out tasks.
+            and for evaluations.
         base: Value of the base without an adapter; `None` without a value.
     """
 
@@ -86,7 +86,7 @@ def take_fifths(run: Run) -> tuple[list[dict], list[dict]]:
 
 
 def compare_fifths(run: Run) -> list[Change]:
-    """Compares shares, rewards, measures of tasks and seconds of the first fifth of the logged steps with the last."""
+    """Compares the means of metrics in the first fifth of the logged steps with those in the last fifth."""
     first, last = take_fifths(run)
     if not first:
         return []
@@ -200,7 +200,8 @@ def format_value(value: float | None, form: Form, sign: bool = False) -> str:
 
 # These columns hold words and are aligned to the left, the others to the right.
 WORDS = ("member", "made by", "parents")
-# For a value of `best_student_by`, the field of a member that puts the best first. For all other values it is `mu`.
+# `best_student_by` decides by which figure the members are sorted, the highest first. For a value that is not listed
+# here it is `mu`.
 FIGURES = {"reward on eval_dataset": "eval_reward", "reward": "reward"}
 
 
@@ -223,11 +224,12 @@ class Members:
 def list_members(population: Mapping[str, Any], members: Iterable[Mapping[str, Any]] | None = None) -> Members:
     """
     Makes the table of the members. In a dataset run it has the settings in which they differ, and their rewards.
-    Members that have left have their figures of then.
+    Members that have left are shown with the figures that they had when they left.
 
     Args:
         population: Contents of `population.json`; empty while there is none.
-        members: The members to show, if not those of `population`. They need only `name`, `role`, `mu` and `sigma`.
+        members: The members to show; by default those of `population`. They need only `name`, `role`, `mu` and
+            `sigma`.
     """
     shown = [*(population.get("members", []) if members is None else members)]
     gone = population.get("left") or []
@@ -254,7 +256,7 @@ def list_members(population: Mapping[str, Any], members: Iterable[Mapping[str, A
         columns["made by"] = lambda member: member.get("operator", "-")
         columns["parents"] = lambda member: " + ".join(member.get("parents", ())) or "-"
     decides = next((key for words, key in FIGURES.items() if _decided_by(population, words)), "mu")
-    # Equal figures are decided by the rating, and then by the order of the members, as the best student is.
+    # If figures are equal, the rating decides, then the order of the members. The best student is chosen likewise.
     best_first = sorted(shown, key=lambda member: (-_get(member, decides), -_get(member, "mu")))
 
     def write(member: Mapping[str, Any]) -> tuple[str, ...]:
@@ -267,8 +269,8 @@ def list_members(population: Mapping[str, Any], members: Iterable[Mapping[str, A
 
 def _decided_by(population: Mapping[str, Any], words: str) -> bool:
     """
-    Says whether the figure that `words` name decided who is the best student. Also true if several students had the
-    highest figure, and the rating decided between them.
+    Says whether the figure that is called `words` decided who is the best student. If several students had the highest
+    figure, and the rating decided between them, this is true as well.
     """
     why = population.get("best_student_by", "")
     return why == words or why.endswith(f"the highest {words}")
@@ -281,12 +283,12 @@ def _get(member: Mapping[str, Any], figure: str) -> float:
 
 def tell_best(population: Mapping[str, Any], saved: bool) -> str:
     """
-    Says which member of a dataset run is best, by what, and which others are equal to it. Empty in the game, and where
-    one member is all.
+    Says which member of a dataset run is best, by which figure, and which others have the same figure. Empty in the
+    game, and with a single member.
 
     Args:
         population: Contents of `population.json`.
-        saved: Whether the adapter of the best lies at the root.
+        saved: Whether the adapter of the best member lies at the root of the directory.
     """
     members, name = population.get("members", []), population.get("best_student")
     best: Mapping[str, Any] = next((member for member in members if member["name"] == name), {})
@@ -297,10 +299,10 @@ def tell_best(population: Mapping[str, Any], saved: bool) -> str:
     if len(equal) < 2:
         return f"Best by {words}: {name}{', whose adapter lies at the root' if saved else ''}."
     tied = [each for each in equal if _get(each, "mu") == _get(best, "mu")]
-    by = "rating" if len(tied) < 2 else "number, as the first of them"
+    why = "by rating" if len(tied) < 2 else "as the first of those with equal ratings"
     names = ", ".join(each["name"] for each in equal)
     taken = f"The adapter at the root is that of {name}" if saved else f"{name} counts as the best"
-    return f"No single best by {words}: {names} are equal. {taken}, by {by}."
+    return f"No single best by {words}: {names} are equal. {taken}, {why}."
 
 
 def _format_rating(member: Mapping[str, Any]) -> str:
@@ -333,8 +335,8 @@ def format_percent(rate: float) -> str:
 def print_population(run: str | Path) -> None:
     """
     Prints the members of a run, the best first in each role: in the game with ratings and held-out solve rates, in a
-    dataset run with the settings in which they differ and their rewards. Members that have left stand below, and a
-    line says who is best and by what.
+    dataset run with the settings in which they differ and their rewards. In a dataset run members that have left stand
+    below, and a line says which member is best and by which figure.
 
     The table is plain text if rich is not installed.
 
