@@ -5,8 +5,8 @@
                    --write_results-----> .eval_results/*.yaml: only scores of datasets on the Hub
                    --format_results----> a table in the model card
 
-The Hub's leaderboards read `.eval_results/`. Every score says how to measure it again. It names the revision of
-its questions where this is known.
+The Hub's leaderboards read `.eval_results/`. Every score says how to measure it again and, if known, which
+revision of the questions was asked.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ def read_figures(root: Path, population: dict[str, Any], repo: str) -> list[Figu
 def _is_of(found: dict[str, Any], root: Path, best: dict[str, Any]) -> bool:
     """
     Says whether the benchmarks measured the best student's weights that lie in `root`. An equal step does not prove
-    it: a second `train()` counts steps anew.
+    it: a second `train()` counts steps anew. Scores without a digest of the weights are accepted.
     """
-    weights = found.get("weights", {}).get(best["name"])  # a digest; scores of early versions, which wrote none, count
+    weights = found.get("weights", {}).get(best["name"])  # a digest; early versions wrote none
     return weights is None or ((root / best["adapter"]).exists() and digest_weights(root / best["adapter"]) == weights)
 
 

@@ -87,7 +87,7 @@ def warm_start(
 
 
 def _check_pooled(role: str, adapters: set[str]) -> None:
-    """Refuses different adapters for members that are pooled: adapters with different A have no useful mean."""
+    """Refuses different adapters for members that are pooled: if their matrices A differ, the mean is of no use."""
     if len(adapters) > 1:
         raise ValueError(
             f"`warm_start` gives the {role}s different adapters ({', '.join(sorted(adapters))}), and `pool_every` "
@@ -161,7 +161,8 @@ def _start_from_population(root: Path, model: torch.nn.Module, population: Popul
                 "roles, or an adapter for each role (`{'student': ...}`)."
             )
         taken: Counter[str] = Counter()
-        # Those of the lowest rank choose first, because the others can start from every source that these can.
+        # Members of low rank choose first, because only sources of low rank fit them. Members of higher rank can start
+        # from the same sources and from others.
         for member in sorted(population.role(role), key=lambda m: m.settings.get("lora_r", shape.lora["r"])):
             rank = member.settings.get("lora_r", shape.lora["r"])
             fitting = [m for m in ranked if m.get("settings", {}).get("lora_r", saved["lora"]["r"]) <= rank]

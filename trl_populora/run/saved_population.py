@@ -302,7 +302,7 @@ def _check_quantization(path: Path, saved: dict | None, ours: dict | None, resum
 
 
 def warn_of_revision(source: Path, theirs: str | None, shape: Shape) -> None:
-    """Warns if adapters were trained on another, known revision of a base that is no directory."""
+    """Warns if adapters were trained on another revision of a base on the Hub. It passes over unknown revisions."""
     if theirs is not None and theirs != shape.revision and not os.path.isdir(shape.base_model):
         logger.warning(
             "%s was trained on revision %r of %r, and here the base has revision %r. Adapters only make sense on the "
@@ -355,7 +355,8 @@ def check_settings(args: GRPOConfig, root: Path, saved: Mapping[str, Any], same_
     """
     # Our values go through JSON, too, so that tuples and lists compare as equal.
     ours, theirs = json.loads(json.dumps(_collect_settings(args))), saved.get("settings", {})
-    # A run whose members all have the same rank saves this rank as `lora.r` alone.
+    # Settings have `lora_r` and `lora_alpha` only if the members differ in rank or alpha. If only one of the two runs
+    # has them, that is a change, too.
     own_ranks = {name for name in ("lora_r", "lora_alpha") if name in ours or name in theirs}
     changed = [name for name in ours if name in theirs and ours[name] != theirs[name]]
     changed += sorted(name for name in own_ranks if (name in ours) != (name in theirs))
