@@ -405,7 +405,7 @@ def format_archive_card(path: Path, population: Mapping[str, Any], repo: str) ->
     )
 
 
-# For Arrow's name of a type, the Hub viewer's name.
+# Arrow's names of column types, each with the name that the Hub's viewer has for it.
 _TYPES = {"string": "string", "int64": "int64", "double": "float64"}
 
 

@@ -147,7 +147,7 @@ def _read_published(found: dict[str, Any], best: str, repo: str) -> list[Figure]
 
 
 def make_model_index(figures: Sequence[Figure]) -> list[EvalResult]:
-    """Makes the scores of the card's metadata, which the Hub shows beside the card."""
+    """Puts the scores in the form of the card's metadata. The Hub shows them beside the card."""
     return [
         EvalResult(
             task_type="text-generation",
@@ -164,7 +164,7 @@ def make_model_index(figures: Sequence[Figure]) -> list[EvalResult]:
 
 
 def write_results(root: Path, figures: Sequence[Figure], best: str, repo: str) -> None:
-    """Writes a file into `.eval_results/` for each score that has a dataset and a task on the Hub; drops old ones."""
+    """Writes a file into `.eval_results/` for each score with a dataset and a task on the Hub. Deletes older files."""
     # Files of an earlier call may hold scores of other weights.
     for path in root.glob(OURS):
         path.unlink()

@@ -86,7 +86,7 @@ class Uploads:
         return self.args.hub_strategy != HubStrategy.END and (idle or self.args.hub_always_push)
 
     def start(self, checkpoint: Path, repo: str, step: int) -> None:
-        """Starts to upload the run as it is in a checkpoint, in the background."""
+        """Starts an upload in the background: the run as it is at a checkpoint."""
         self._drop_ended(repo)
         # If no upload reads the frozen copies, they are removed. A copy of a killed run may be among them.
         if not self.begun:
@@ -147,8 +147,8 @@ def draw_for_card(root: Path) -> None:
 
 def make_stage(run: Path, checkpoint: Path, strategy: str) -> Path:
     """
-    Makes a frozen copy of what is uploaded with a checkpoint: training goes on and may delete the checkpoint
-    meanwhile.
+    Copies the files that an upload at a checkpoint sends. The copy stays as it is while training goes on, and even if
+    training deletes the checkpoint.
 
     Args:
         run: The run's directory.

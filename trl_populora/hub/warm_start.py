@@ -146,9 +146,10 @@ def _start_from_population(root: Path, model: torch.nn.Module, population: Popul
     """
     Starts the members from those of a saved population, the best of each role first.
 
-    If a role needs more members than were saved, the saved ones are cloned in turn, again the best first. A member
-    takes over mu and sigma of its source. A clone takes over mu alone and gets the prior's sigma, because its own
-    matches have yet to show how good it is. Where members differ in rank, none starts from a source of higher rank.
+    If a role needs more members than were saved, the saved ones are cloned in turn, again the best first. The first
+    member from a source takes over its mu and sigma. Each further member, a clone, takes over mu alone and gets the
+    prior's sigma, because its own matches have yet to show how good it is. Where members differ in rank, none starts
+    from a source of higher rank.
     """
     saved = check_same_shape(root, shape)
     check_one_moment(root, saved)
@@ -169,7 +170,7 @@ def _start_from_population(root: Path, model: torch.nn.Module, population: Popul
             # The source is the best of those that were taken least often. If none fits, `write_adapter` raises.
             source: dict[str, Any] = min(fitting or ranked, key=lambda m: taken[m["name"]])
             adapter, found = population.adapter(member.name), root / source["adapter"]
-            if "lora_r" in {*source.get("settings", {}), *member.settings}:  # their ranks or alphas may differ
+            if "lora_r" in {*source.get("settings", {}), *member.settings}:  # the two may differ in rank or alpha
                 write_adapter(model, adapter, found, shape)
             else:
                 write_member_file(model, adapter, found / "adapter_model.safetensors")

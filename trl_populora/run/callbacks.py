@@ -1,7 +1,7 @@
 """What a run says while it trains, and how it ends early.
 
 metrics of a step --StepLine, BareStepLine--> one line on the terminal
-                  --Alarms, PromptAlarms--> a warning in the log, W&B and trackio; each at most once
+                  --Alarms, PromptAlarms--> warnings in the log, W&B and trackio, each at most once in a `train()`
 Ctrl-C, SIGTERM   --StopAtSignals--> the step ends, the run saves, `KeyboardInterrupt` or `SystemExit` is raised
 """
 
@@ -54,7 +54,8 @@ class PhaseClock:
     @contextmanager
     def time_update(self) -> Iterator[None]:
         """Counts the time of the block as update, without the seconds that the block adds to other phases."""
-        # The first micro-batch of a step also plays the step: those seconds arrive through `add` during the block.
+        # The block of a step's first micro-batch also plays the step, or generates answers. The seconds of that are added
+        # to other phases.
         start, before = time.perf_counter(), sum(self._seconds.values())
         yield
         self._seconds["update"] += time.perf_counter() - start - (sum(self._seconds.values()) - before)
@@ -83,7 +84,7 @@ class StepLine(ProgressCallback):
 
 
 def tell(step: int, max_steps: int, event: str) -> None:
-    """Prints a line about an event of a run, such as a member that left, in the form of the line of a step."""
+    """Prints a line about an event of a run, for example a member that left. It begins like the line of a step."""
     tqdm.write(f"{_format_place(step, max_steps)} | {event}")
 
 

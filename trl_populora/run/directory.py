@@ -228,7 +228,10 @@ def set_aside(output_dir: str | Path) -> Path | None:
 
 
 def _bring_records_to(checkpoint: Path, step: int, output_dir: Path) -> None:
-    """Cuts the records beside the checkpoint back to its step, or copies records and checkpoint to `output_dir`."""
+    """
+    Cuts the records back to the checkpoint's step. If the checkpoint lies in another directory, copies the checkpoint
+    and its directory's records up to this step to `output_dir` instead.
+    """
     root = checkpoint.parent
     tables = [path for name in TABLES for path in sorted(root.glob(name))]
     if in_place := _lies_in(checkpoint, output_dir):
@@ -258,8 +261,8 @@ def _bring_records_to(checkpoint: Path, step: int, output_dir: Path) -> None:
 
 def _bring_left_to(checkpoint: Path, output_dir: Path, in_place: bool) -> None:
     """
-    Makes `left/` fit the checkpoint. In place, removes the adapters of members that had not left yet at the
-    checkpoint. Else copies to `output_dir` the adapters of members that had left.
+    Makes `left/` fit the checkpoint. If the run goes on in the checkpoint's directory, removes the adapters of members
+    that left after the checkpoint. Otherwise copies to `output_dir` the adapters of members that left before it.
     """
     root = checkpoint.parent
     gone = {member["adapter"] for member in read_population(checkpoint).get("left", ())}

@@ -60,7 +60,7 @@ def list_rewards(logs: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
 
 def list_idle(population: Mapping[str, Any]) -> list[str]:
     """
-    Lists the members of a dataset run, also those that have left, that never had an answer with an advantage.
+    Lists the members of a dataset run whose answers never had an advantage. Members that have left are among them.
 
     Args:
         population: Contents of `population.json`.

@@ -51,7 +51,7 @@ def write_rollouts(
 
     Args:
         output_dir: The run's directory.
-        step: Optimizer step that trains first on the rows, from 1, as in `metrics.jsonl`.
+        step: The first optimizer step that trains on the rows, counted from 1 as in `metrics.jsonl`.
         rank: Number of this process, and how many there are.
         population: Knows the members' versions.
         rows: Rows of this rank, shape `[R]`.

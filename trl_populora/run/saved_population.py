@@ -72,8 +72,8 @@ UPDATE = (
 )
 _LORA_FIELDS = ("r", "lora_alpha", "use_rslora", "target_modules", *_PATTERNS)
 
-# A resume restores optimizer, schedule, generators and archive from the checkpoint. Other values of these settings
-# would have no effect, or only half of one.
+# A resume restores optimizer, schedule, generators and archive from the checkpoint. If a resume changed one of these
+# settings, the change would have no effect, or only half of one.
 _DECIDED_BY_CHECKPOINT = (
     "learning_rate",
     "teacher_learning_rate",
@@ -88,7 +88,8 @@ _DECIDED_BY_CHECKPOINT = (
 )
 # Settings that a run may list with a value for each member. The checkpoint has the values, so a resume refuses others.
 BY_MEMBER = ("beta", "epsilon", "temperature", "lora_r", "lora_alpha")
-# A resumed dataset run must go on at the prompt after the last one. These settings decide which one that is.
+# A resumed dataset run must go on with the prompt after the last trained one. These settings decide which prompt that
+# is.
 _DECIDED_BY_PLACE = (
     "attempts_per_task",
     "num_iterations",
