@@ -54,8 +54,8 @@ class PhaseClock:
     @contextmanager
     def time_update(self) -> Iterator[None]:
         """Counts the time of the block as update, without the seconds that the block adds to other phases."""
-        # The block of a step's first micro-batch also plays the step, or generates answers. The seconds of that are added
-        # to other phases.
+        # The block of a step's first micro-batch also plays the step, or generates answers. Those seconds go to other
+        # phases.
         start, before = time.perf_counter(), sum(self._seconds.values())
         yield
         self._seconds["update"] += time.perf_counter() - start - (sum(self._seconds.values()) - before)
