@@ -84,7 +84,7 @@ class StepLine(ProgressCallback):
 
 
 def tell(step: int, max_steps: int, event: str) -> None:
-    """Prints a line about an event of a run, for example a member that left. It begins like the line of a step."""
+    """Prints a line about an event of a run, such as a member that left. The line begins like that of a step."""
     tqdm.write(f"{_format_place(step, max_steps)} | {event}")
 
 
@@ -314,7 +314,7 @@ class PromptAlarms(_Alarms):
             )
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        # With `num_iterations` above 1 some optimizer steps generate nothing.
+        # Some optimizer steps generate nothing: they train on rows of the last generation.
         if not state.is_world_process_zero or ANSWERED not in (logs or {}) or "reward" not in logs:
             return
         step = state.global_step

@@ -349,8 +349,8 @@ class RankState:
 
     Args:
         step: TRL's count of micro-batches.
-        buffered: All micro-batches of the step that was played last, if a later optimizer step trains on them again
-            (`num_iterations` above 1); else `None`.
+        buffered: All micro-batches of the last generation, if a later optimizer step still trains on rows of it; else
+            `None`.
         played: The step to which the buffered micro-batches belong, as `Played.state_dict` returns it.
         metrics: Metrics that are not logged yet.
         loss: Sum of the loss since the last log.
@@ -504,8 +504,8 @@ def load_game(
         args.world_size,
     )
     # The count of micro-batches goes on from the saved step. A game is played whenever the count reaches a multiple of
-    # `num_iterations` steps, and evolution happens after such multiples, so that a game follows each evolution. A
-    # count from 0 could put games elsewhere.
+    # `num_iterations` steps. Evolution happens only at such a multiple, because a game must follow it. A count from 0
+    # could put games elsewhere.
     done = saved["step"]
     return RankState(
         done * args.gradient_accumulation_steps, buffered=None, played=None, metrics={}, loss=0.0, logged=done
