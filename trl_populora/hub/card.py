@@ -185,7 +185,7 @@ def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, d
         pipeline_tag="text-generation",
         model_name=name.split("/")[-1] if figures else None,
         eval_results=make_model_index(figures) or None,
-        # If the Hub's client finds fault with the scores, it then warns instead of raising, and the card keeps them.
+        # With this option the Hub's client warns of faulty scores instead of raising, and the card keeps the scores.
         ignore_metadata_errors=True,
         **{key: value for key, value in known.items() if key in ("license", "language", "datasets")},
     )
@@ -284,7 +284,7 @@ def _write_ratings(population: Mapping[str, Any]) -> str:
 
 
 def _describe_held_out_base(population: Mapping[str, Any]) -> str:
-    """Writes the base's solve rate on held-out tasks. If steps followed the last evaluation, names its step, too."""
+    """Writes the base's solve rate on held-out tasks. If training went on after that evaluation, adds its step."""
     rate, step = population.get("held_out_base"), population.get("held_out_step")
     earlier = "" if step in (None, population["step"]) else f", measured after step {step}"
     return earlier if rate is None else f" (the base without an adapter: {rate:.3f}){earlier}"

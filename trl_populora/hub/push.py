@@ -42,7 +42,7 @@ from trl_populora.run.saved_population import check_one_moment, check_plays, fin
 
 logger = logging.getLogger(__name__)
 
-# Only a resume reads the files of a checkpoint whose names begin with one of these.
+# Files of a checkpoint that only a resume reads: their names begin with one of these texts.
 RESUME_ONLY = (
     "optimizer",
     "scheduler",
