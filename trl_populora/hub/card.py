@@ -112,7 +112,7 @@ trl-populora on [TRL](https://github.com/huggingface/trl). Teachers write tasks
 of the kinds {kinds}, students solve them, and programs decide which answers are right.""",
     "columns": """\
 `held out` is the solve rate on held-out tasks{held_out_base}; `rating` is TrueSkill's mu ± sigma from
-the matches of the run; `born` is the step.""",
+the matches of the run; `born` is the optimizer step of birth.""",
     "role": "student",
     "others": "other numbers of teachers and students",
     "numbers": "teachers=4, students=4",
@@ -123,7 +123,7 @@ PROMPTS = {
 {members} LoRA adapters of rank {rank} on one frozen base ({base}), trained side by side with
 [GRPO](https://arxiv.org/abs/2402.03300) for {step} optimizer steps by trl-populora on
 [TRL](https://github.com/huggingface/trl): {stream}{datasets}. Reward functions: {functions}.""",
-    "columns": "`reward` is the mean reward of the last generation in training{explained}.",
+    "columns": "`reward` is the mean reward of the last answers in training{explained}.",
     "role": "member",
     "others": "another number of members",
     "numbers": "students=4",
@@ -175,8 +175,7 @@ def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, d
     best, best_by = population["best_student"], population.get("best_student_by", "rating")
     figures = read_figures(root, population, repo)
     write_results(root, figures, best, repo)
-    # If the Hub's client finds fault with the scores, it warns instead of raising, and the scores stay in the card.
-    # The Hub links a card to its datasets, too; a file or a directory has no page.
+    # The Hub links a card to its datasets, too. A dataset in a file or a directory has no page to link to.
     linked = [each for each in population.get("datasets", ()) if not os.path.exists(each)]
     known = ({"datasets": linked} if linked else {}) | (details or {})
     metadata = ModelCardData(
@@ -186,6 +185,7 @@ def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, d
         pipeline_tag="text-generation",
         model_name=name.split("/")[-1] if figures else None,
         eval_results=make_model_index(figures) or None,
+        # With this option the Hub's client warns of faulty scores instead of raising, and the card keeps the scores.
         ignore_metadata_errors=True,
         **{key: value for key, value in known.items() if key in ("license", "language", "datasets")},
     )
@@ -284,7 +284,7 @@ def _write_ratings(population: Mapping[str, Any]) -> str:
 
 
 def _describe_held_out_base(population: Mapping[str, Any]) -> str:
-    """Writes the base's solve rate on held-out tasks. If steps followed the last evaluation, names its step, too."""
+    """Writes the base's solve rate on held-out tasks. If training went on after that evaluation, adds its step."""
     rate, step = population.get("held_out_base"), population.get("held_out_step")
     earlier = "" if step in (None, population["step"]) else f", measured after step {step}"
     return earlier if rate is None else f" (the base without an adapter: {rate:.3f}){earlier}"
@@ -399,13 +399,13 @@ def format_archive_card(path: Path, population: Mapping[str, Any], repo: str) ->
         base=population["base_model"],
         step=population["step"],
         complexity=", ".join(f"`{name}`" for name in PROGRAM_MEASURES),
-        measures=f"\n| {', '.join(f'`{name}`' for name in own)} | what tasks of other kinds measure |" if own else "",
+        measures=f"\n| {', '.join(f'`{name}`' for name in own)} | measures of kinds the run added |" if own else "",
         kinds="\n".join(f"| {kind} | {count:,} |" for kind, count in sorted(kinds.items())),
         citation=CITATION,
     )
 
 
-# For Arrow's name of a type, the Hub viewer's name.
+# Arrow's names of column types, each with the name that the Hub's viewer has for it.
 _TYPES = {"string": "string", "int64": "int64", "double": "float64"}
 
 

@@ -5,8 +5,8 @@
                    --write_results-----> .eval_results/*.yaml: only scores of datasets on the Hub
                    --format_results----> a table in the model card
 
-The Hub's leaderboards read `.eval_results/`. Every score says how to measure it again. It names the revision of
-its questions where this is known.
+The Hub's leaderboards read `.eval_results/`. Every score says how to measure it again and, if known, which
+revision of the questions was asked.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ def read_figures(root: Path, population: dict[str, Any], repo: str) -> list[Figu
 def _is_of(found: dict[str, Any], root: Path, best: dict[str, Any]) -> bool:
     """
     Says whether the benchmarks measured the best student's weights that lie in `root`. An equal step does not prove
-    it: a second `train()` counts steps anew.
+    it: a second `train()` counts steps anew. Scores without a digest of the weights are accepted.
     """
-    weights = found.get("weights", {}).get(best["name"])  # a digest; scores of early versions, which wrote none, count
+    weights = found.get("weights", {}).get(best["name"])  # a digest; early versions wrote none
     return weights is None or ((root / best["adapter"]).exists() and digest_weights(root / best["adapter"]) == weights)
 
 
@@ -147,7 +147,7 @@ def _read_published(found: dict[str, Any], best: str, repo: str) -> list[Figure]
 
 
 def make_model_index(figures: Sequence[Figure]) -> list[EvalResult]:
-    """Makes the scores of the card's metadata, which the Hub shows beside the card."""
+    """Puts the scores in the form of the card's metadata. The Hub shows them beside the card."""
     return [
         EvalResult(
             task_type="text-generation",
@@ -164,7 +164,7 @@ def make_model_index(figures: Sequence[Figure]) -> list[EvalResult]:
 
 
 def write_results(root: Path, figures: Sequence[Figure], best: str, repo: str) -> None:
-    """Writes a file into `.eval_results/` for each score that has a dataset and a task on the Hub; drops old ones."""
+    """Writes a file into `.eval_results/` for each score with a dataset and a task on the Hub. Deletes older files."""
     # Files of an earlier call may hold scores of other weights.
     for path in root.glob(OURS):
         path.unlink()

@@ -42,7 +42,7 @@ from trl_populora.run.saved_population import check_one_moment, check_plays, fin
 
 logger = logging.getLogger(__name__)
 
-# How the names of files begin that only a resume reads from a checkpoint.
+# Files of a checkpoint that only a resume reads: their names begin with one of these texts.
 RESUME_ONLY = (
     "optimizer",
     "scheduler",
@@ -79,14 +79,14 @@ class Uploads:
     @property
     def are_due(self) -> bool:
         """
-        Whether a checkpoint is uploaded now: never with `hub_strategy="end"`, and while another upload is under way
-        only with `hub_always_push`.
+        Whether a checkpoint is uploaded now. With `hub_strategy="end"` no checkpoint ever is. While another upload is
+        under way, a checkpoint is uploaded if `hub_always_push` is set.
         """
         idle = all(job.done() for job in self.begun)
         return self.args.hub_strategy != HubStrategy.END and (idle or self.args.hub_always_push)
 
     def start(self, checkpoint: Path, repo: str, step: int) -> None:
-        """Starts to upload the run as it is in a checkpoint, in the background."""
+        """Starts an upload in the background: the run as it is at a checkpoint."""
         self._drop_ended(repo)
         # If no upload reads the frozen copies, they are removed. A copy of a killed run may be among them.
         if not self.begun:
@@ -100,7 +100,7 @@ class Uploads:
             commit_message=f"Training in progress, step {step}",
             token=self.args.hub_token,
             revision=self.args.hub_revision,
-            # Scores in the repository may be those of earlier weights.
+            # Deletes old score files in the repository: the scores may be those of earlier weights.
             delete_patterns=OURS,
             run_as_future=True,
         )
@@ -147,8 +147,8 @@ def draw_for_card(root: Path) -> None:
 
 def make_stage(run: Path, checkpoint: Path, strategy: str) -> Path:
     """
-    Makes a frozen copy of what is uploaded with a checkpoint: training goes on and may delete the checkpoint
-    meanwhile.
+    Copies the files that an upload at a checkpoint sends. The copy stays as it is while training goes on, and even if
+    training deletes the checkpoint.
 
     Args:
         run: The run's directory.
@@ -226,7 +226,7 @@ def push_run(run: str | Path, repo: str, token: str | None = None, private: bool
             commit_message="Upload population",
             token=token,
             ignore_patterns=NOT_UPLOADED,
-            # Scores in the repository may be those of earlier weights.
+            # Deletes old score files in the repository: the scores may be those of earlier weights.
             delete_patterns=OURS,
         )
     return commit.commit_url
@@ -248,8 +248,8 @@ def push_archive(run: str | Path, repo: str, token: str | None = None, private: 
         `str`: URL of the commit.
 
     Raises:
-        `ValueError`: If the directory holds no `population.json` or no archive, as that of a dataset run, or if the
-            two are from different steps.
+        `ValueError`: If the directory holds no `population.json` or no archive (a dataset run has none), or if these
+            two files are from different steps.
         `RuntimeError`: If the upload fails. The message says why, and how to complete it.
     """
     path, population = Path(run, "archive.parquet"), read_population(run)

@@ -87,7 +87,7 @@ def warm_start(
 
 
 def _check_pooled(role: str, adapters: set[str]) -> None:
-    """Refuses different adapters for members that are pooled: adapters with different A have no useful mean."""
+    """Refuses different adapters for members that are pooled: if their matrices A differ, the mean is of no use."""
     if len(adapters) > 1:
         raise ValueError(
             f"`warm_start` gives the {role}s different adapters ({', '.join(sorted(adapters))}), and `pool_every` "
@@ -146,9 +146,10 @@ def _start_from_population(root: Path, model: torch.nn.Module, population: Popul
     """
     Starts the members from those of a saved population, the best of each role first.
 
-    If a role needs more members than were saved, the saved ones are cloned in turn, again the best first. A member
-    takes over mu and sigma of its source. A clone takes over mu alone and gets the prior's sigma, because its own
-    matches have yet to show how good it is. Where members differ in rank, none starts from a source of higher rank.
+    If a role needs more members than were saved, the saved ones are cloned in turn, again the best first. The first
+    member from a source takes over its mu and sigma. Each further member, a clone, takes over mu alone and gets the
+    prior's sigma, because its own matches have yet to show how good it is. Where members differ in rank, none starts
+    from a source of higher rank.
     """
     saved = check_same_shape(root, shape)
     check_one_moment(root, saved)
@@ -161,14 +162,15 @@ def _start_from_population(root: Path, model: torch.nn.Module, population: Popul
                 "roles, or an adapter for each role (`{'student': ...}`)."
             )
         taken: Counter[str] = Counter()
-        # Those of the lowest rank choose first, because the others can start from every source that these can.
+        # Members of low rank choose first, because only sources of low rank fit them. Members of higher rank can start
+        # from the same sources and from others.
         for member in sorted(population.role(role), key=lambda m: m.settings.get("lora_r", shape.lora["r"])):
             rank = member.settings.get("lora_r", shape.lora["r"])
             fitting = [m for m in ranked if m.get("settings", {}).get("lora_r", saved["lora"]["r"]) <= rank]
             # The source is the best of those that were taken least often. If none fits, `write_adapter` raises.
             source: dict[str, Any] = min(fitting or ranked, key=lambda m: taken[m["name"]])
             adapter, found = population.adapter(member.name), root / source["adapter"]
-            if "lora_r" in {*source.get("settings", {}), *member.settings}:  # their ranks or alphas may differ
+            if "lora_r" in {*source.get("settings", {}), *member.settings}:  # the two may differ in rank or alpha
                 write_adapter(model, adapter, found, shape)
             else:
                 write_member_file(model, adapter, found / "adapter_model.safetensors")

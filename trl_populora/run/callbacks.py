@@ -1,7 +1,7 @@
 """What a run says while it trains, and how it ends early.
 
 metrics of a step --StepLine, BareStepLine--> one line on the terminal
-                  --Alarms, PromptAlarms--> a warning in the log, W&B and trackio; each at most once
+                  --Alarms, PromptAlarms--> warnings in the log, W&B and trackio, each at most once in a `train()`
 Ctrl-C, SIGTERM   --StopAtSignals--> the step ends, the run saves, `KeyboardInterrupt` or `SystemExit` is raised
 """
 
@@ -34,7 +34,7 @@ REJECT = "verify/reject/"
 
 
 class PhaseClock:
-    """A clock that adds up the seconds of each phase of a step. The last phase is the update."""
+    """A clock that adds up the seconds of each phase of a step. One of its phases must be `"update"`."""
 
     def __init__(self, phases: Sequence[str] = PHASES) -> None:
         self._seconds = dict.fromkeys(phases, 0.0)
@@ -54,7 +54,8 @@ class PhaseClock:
     @contextmanager
     def time_update(self) -> Iterator[None]:
         """Counts the time of the block as update, without the seconds that the block adds to other phases."""
-        # The first micro-batch of a step also plays the step: those seconds arrive through `add` during the block.
+        # The block of a step's first micro-batch also plays the step, or generates answers. Those seconds go to other
+        # phases.
         start, before = time.perf_counter(), sum(self._seconds.values())
         yield
         self._seconds["update"] += time.perf_counter() - start - (sum(self._seconds.values()) - before)
@@ -83,7 +84,7 @@ class StepLine(ProgressCallback):
 
 
 def tell(step: int, max_steps: int, event: str) -> None:
-    """Prints a line about an event of a run, such as a member that left, in the form of the line of a step."""
+    """Prints a line about an event of a run, such as a member that left. The line begins like that of a step."""
     tqdm.write(f"{_format_place(step, max_steps)} | {event}")
 
 
@@ -127,7 +128,7 @@ def _tell_game(logs: dict[str, Any]) -> list[str]:
 
 
 def _tell_answers(logs: dict[str, Any]) -> list[str]:
-    """Tells of a step of a dataset run the mean reward, with the best and the worst member, and the mean length."""
+    """Writes two texts for a step of a dataset run: mean reward with best and worst member, and mean length."""
     told, rewards = f"reward {_format_number(logs.get('reward'))}", list_rewards(logs)
     if len(rewards) > 1:
         best, worst = _name_extremes(rewards)
@@ -184,9 +185,9 @@ def _tell_prompts(prefix: str, logs: dict[str, Any]) -> str:
 
 def _name_extremes(rewards: Mapping[str, float]) -> tuple[str, str]:
     """
-    Writes two texts: who has the highest reward, and who has the lowest, each with the reward. If two members share
-    it, the text has both names; if more do, their number. If all members are equal, the first text says so, and the
-    second is empty.
+    Writes two texts: who has the highest reward, and who has the lowest. Each text ends with that reward. If two
+    members share the reward, the text names both. If three or more share it, the text says how many they are. If all
+    members have the same reward, the first text says so, and the second is empty.
     """
     highest, lowest = max(rewards.values()), min(rewards.values())
     if highest == lowest:
@@ -245,8 +246,8 @@ class _Alarms(TrainerCallback):
         self._well, self._begin = {}, state.global_step
 
     def _warn_of_weights(self, args: Any, step: int, logs: Mapping[str, Any]) -> None:
-        # In these modes a completion's weight is the product of its tokens' ratios, cut or masked where it is too
-        # large. The longer the completion, the further the product is from 1.
+        # In the `sequence_...` modes a completion has one weight: the product of its tokens' ratios. TRL cuts or masks
+        # a weight that is too large. The longer a completion is, the further its weight is from 1.
         by_row, weight = args.vllm_importance_sampling_mode.startswith("sequence"), logs.get(WEIGHT)
         if self._lasts("weight", step, by_row and weight is not None and weight < LEAST_WEIGHT, STEPS):
             self._warn(
@@ -288,7 +289,7 @@ class PromptAlarms(_Alarms):
 
     Args:
         functions: Names of the reward functions.
-        alert: As of [`Alarms`].
+        alert: Sends a warning to trackers, see [`Alarms`].
         list_idle: Lists the members that have never had an answer with an advantage.
     """
 
@@ -313,7 +314,7 @@ class PromptAlarms(_Alarms):
             )
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        # With `num_iterations` above 1 some optimizer steps generate nothing.
+        # Some optimizer steps generate nothing: they train on rows of the last generation.
         if not state.is_world_process_zero or ANSWERED not in (logs or {}) or "reward" not in logs:
             return
         step = state.global_step
@@ -374,17 +375,18 @@ class Alarms(_Alarms):
                 step,
                 _name_reason(self.played()),
             )
-        # Other baselines compare students with others than their group, so equal rewards in a group still teach.
+        # Other baselines compare an attempt with attempts at other tasks, too. So a group of equal rewards may teach.
         compared, rate = args.student_baseline == "group", logs.get("solve/rate", math.nan)
         if self._lasts("flat", step, compared and logs.get(FLAT) == 1, STEPS):
             self._warn(
                 args,
                 "Students do not learn",
                 "All attempts at each task were worth the same in the last %d steps, so students do not learn: the "
-                "tasks are too easy or too hard for them (of attempts at fresh tasks %s are right), or "
-                "`attempts_per_task` is too small.",
+                "tasks are too easy or too hard for them (%s), or `attempts_per_task` is too small.",
                 STEPS,
-                "none" if math.isnan(rate) else f"{100 * rate:.0f} %",
+                "no fresh task was attempted"
+                if math.isnan(rate)
+                else f"{100 * rate:.0f} % of attempts at fresh tasks are right",
             )
         self._warn_of_weights(args, step, logs)
 
@@ -404,13 +406,13 @@ def _name_reason(played: Played) -> str:
 DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
 
-# The launchers of PyTorch and Accelerate pass a signal on. They wait for as many seconds as this variable says, and
-# then kill the processes that are left.
+# The launchers of PyTorch and Accelerate pass a signal on to the processes that they have started. They wait for as
+# many seconds as this variable says, and then kill the processes that are left.
 PATIENCE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
 def _tell_seconds_left() -> str:
-    """Writes how long the launcher waits before it kills; empty without a launcher, or if the user has set this."""
+    """Writes how long the launcher waits before it kills the run; empty if there is none or the user set the time."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or PATIENCE in os.environ:
         return ""
     return (
@@ -489,7 +491,7 @@ class StopAtSignals(TrainerCallback):
         if self.received is not None:
             control.should_training_stop = True
             control.should_save = control.should_save or args.save_strategy != "no"
-            # With `save_strategy="best"`, `Trainer` saves a step that it evaluates only if the score is the best. A
-            # step that it does not evaluate is saved because of `should_save`.
+            # With `save_strategy="best"` an evaluation overwrites `should_save`: only the best score is saved. So this
+            # step is not evaluated.
             if args.save_strategy == "best":
                 control.should_evaluate = False

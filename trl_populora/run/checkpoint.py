@@ -7,17 +7,18 @@ The HF `Trainer` writes optimizer, scheduler, generators and `trainer_state.json
     lineage.jsonl         every replacement so far; in a dataset run also who joined and who left
     archive.parquet       the task archive, which only the game has
     tokenizer.json, ...   the tokenizer
-    game.json             state of the population. In the game: of the matchmaker and the features, coverage of the
-                          archive, held-out scores if there are any. In a dataset run: the members' mean
-                          rewards, and state of halving
+    game.json             in every run the state of the population;
+                          in the game the states of the matchmaker and of the features, the coverage of the archive,
+                          and held-out scores if there are any;
+                          in a dataset run the members' mean rewards, and the state of halving if there is any
     rank_state_<n>.pt     state of rank n: count of micro-batches, rows still to train on and the step they belong to,
                           metrics and loss that are not logged yet
     whole.json            names and sizes of all other files, the number of processes, the backend, and whether there
                           is optimizer state; written last
 
-A resume reads in this order: members, `trainer_state.json` (FSDP and DeepSpeed read the members after it), optimizer,
-scheduler, then [`load_game`]. The generators and the loss that is not logged yet are restored just before the first
-micro-batch.
+A resume reads in this order: members, `trainer_state.json`, optimizer, scheduler, then the files of [`load_game`].
+Under FSDP and DeepSpeed it reads `trainer_state.json` before the members. The generators and the loss that is not
+logged yet are restored just before the first micro-batch.
 
 A checkpoint is written into `<output_dir>/_unfinished/` and moved into place once every rank is done. So a run that is
 killed at any moment leaves whole checkpoints, and at most one that is unfinished or half deleted. No resume takes such
@@ -116,7 +117,7 @@ def check_optimizer_state(checkpoint: str, accelerator: Accelerator) -> None:
     saved = manifest.get("backend", ours)  # early versions did not write `backend`
     if manifest.get("optimizer", True) and saved == ours:
         return
-    flaw = f"was saved under {saved}, and this run uses {ours} (one process counts as DDP): it cannot read"
+    flaw = f"was saved under {saved}, and this run uses {ours} (one process counts as DDP). This run cannot read"
     if not manifest.get("optimizer", True):
         flaw = "was saved with `save_only_model`: it lacks"
     raise ValueError(
@@ -281,13 +282,14 @@ def is_disk_full(error: BaseException, directory: Path) -> bool:
 
 def _move_into_place(unfinished: Path, target: Path, facts: Mapping[str, Any]) -> None:
     """
-    Lists and flushes the files of a complete checkpoint, then moves it to its final path. An older checkpoint of the
-    same step is replaced. The list has these facts, too.
+    Moves a complete checkpoint to its final path, where it replaces an older checkpoint of the same step. Before that
+    it writes `whole.json`, with the sizes of all files and with `facts`, and flushes all files.
     """
     files = sorted(path for path in unfinished.rglob("*") if path.is_file())
     sizes = {str(path.relative_to(unfinished)): path.stat().st_size for path in files}
     write_json(unfinished / MANIFEST, {"format": FORMAT, **facts, "files": sizes})
-    # First everything inside, then the rename: after a power cut a checkpoint under its final name has all its bytes.
+    # All files are flushed before the rename. So a checkpoint under its final name has all its bytes, even after a
+    # power cut.
     for path in (*unfinished.rglob("*"), unfinished):
         _flush(path)
     replaced = unfinished.with_name("replaced")
@@ -347,8 +349,8 @@ class RankState:
 
     Args:
         step: TRL's count of micro-batches.
-        buffered: All micro-batches of the step that was played last, if a later optimizer step trains on them again
-            (`num_iterations` above 1); else `None`.
+        buffered: All micro-batches of the last generation, if a later optimizer step still trains on rows of it; else
+            `None`.
         played: The step to which the buffered micro-batches belong, as `Played.state_dict` returns it.
         metrics: Metrics that are not logged yet.
         loss: Sum of the loss since the last log.
@@ -501,9 +503,9 @@ def load_game(
         processes,
         args.world_size,
     )
-    # The count of micro-batches goes on from this step and not from 0. A game is played where the count reaches a
-    # multiple of `num_iterations` steps. Evolution happens at such multiples as well, and a game must follow each
-    # evolution.
+    # The count of micro-batches goes on from the saved step. A game is played whenever the count reaches a multiple of
+    # `num_iterations` steps. Evolution happens only at such a multiple, because a game must follow it. A count from 0
+    # could put games elsewhere.
     done = saved["step"]
     return RankState(
         done * args.gradient_accumulation_steps, buffered=None, played=None, metrics={}, loss=0.0, logged=done

@@ -2,8 +2,8 @@
 
     a new run, and the directory holds a run    the start is refused
     a resume in the run's own directory         records are cut back to the checkpoint
-    a resume in another directory               the checkpoint and the records up to it are copied into it; if it
-                                                holds a run already, the start is refused
+    a resume in another directory               the checkpoint, and the records up to its step, are copied into that
+                                                directory; if the directory holds a run, the start is refused
     a second `train()` of the same trainer      files of the first training move to `_previous-<n>/`
     `"newest"`, and there is no checkpoint      files of the earlier run move to `_previous-<n>/`
 
@@ -47,7 +47,7 @@ LEFT_BY_TRAINING += ["adapter_model.safetensors", "adapter_config.json", "traine
 # is no sign of a run.
 COMPLETIONS = "completions/completions_*.parquet"
 TABLES = ["rollouts/step_*.parquet", COMPLETIONS]
-# The tokenizer moves with the members, because they are loaded with the one beside them.
+# The tokenizer moves with the members, because whoever loads members also loads the tokenizer that lies beside them.
 LEFT_BY_A_RUN = [*LEFT_BY_TRAINING, METRICS, TIMES, POPULATION_FILE, COMPLETIONS, "tokenizer*", "chat_template*"]
 LEFT_BY_A_RUN += ["special_tokens_map.json", "added_tokens.json", "vocab*", "merges*"]
 LEFT_BY_A_RUN += ["README.md", "run.png", "report.html", "plots", "evaluation.*", "_evaluation"]
@@ -139,8 +139,8 @@ class RunDirectory:
 
         Raises:
             `ValueError`: If the wanted checkpoint is missing or damaged, or has no optimizer state that this backend
-                can load. On every rank, if another run lies in the directory, or if the run in it has later
-                checkpoints than the wanted one.
+                can load; if the directory holds another run; or if the run in the directory has a later checkpoint
+                than the one that `wanted` names. The last two errors are raised on every rank.
         """
         where = self.args.output_dir
         found = choose_checkpoint(wanted, where)
@@ -169,12 +169,14 @@ class RunDirectory:
         """Says why this training must not begin in the directory; `None` if it may."""
         where = self.args.output_dir
         if found is None or not _lies_in(found, where):
-            # Two starts move an earlier run aside instead: a second `train()`, and `"newest"` without a checkpoint.
+            # An earlier run in the directory is an obstacle. Two starts move it aside instead: a second `train()`, and
+            # `"newest"` if there is no checkpoint.
             may_begin = self._trained_in == where or (found is None and wanted)
             return None if may_begin else find_earlier_run(where)
         newest = find_newest(where)
-        # `found` equals `wanted` only if the user named this checkpoint by its path. `True` takes the newest that is
-        # whole on all nodes, although this node may have a newer one.
+        # A later checkpoint is an obstacle if the user named `found` by its path; then `found` equals `wanted`. For
+        # `True` it is none: `found` is the newest checkpoint that is whole on all nodes, and this node may have newer
+        # ones.
         if found != wanted or newest is None or _parse_step(Path(newest)) <= _parse_step(Path(found)):
             return None
         return (
@@ -226,7 +228,10 @@ def set_aside(output_dir: str | Path) -> Path | None:
 
 
 def _bring_records_to(checkpoint: Path, step: int, output_dir: Path) -> None:
-    """Cuts the records beside the checkpoint back to its step, or copies records and checkpoint to `output_dir`."""
+    """
+    Cuts the records back to the checkpoint's step. If the checkpoint lies in another directory, copies the checkpoint
+    and its directory's records up to this step to `output_dir` instead.
+    """
     root = checkpoint.parent
     tables = [path for name in TABLES for path in sorted(root.glob(name))]
     if in_place := _lies_in(checkpoint, output_dir):
@@ -256,8 +261,8 @@ def _bring_records_to(checkpoint: Path, step: int, output_dir: Path) -> None:
 
 def _bring_left_to(checkpoint: Path, output_dir: Path, in_place: bool) -> None:
     """
-    Makes `left/` fit the checkpoint. In place, removes the adapters of members that had not left yet at the
-    checkpoint. Else copies to `output_dir` the adapters of members that had left.
+    Makes `left/` fit the checkpoint. If the run goes on in the checkpoint's directory, removes the adapters of members
+    that left after the checkpoint. Otherwise copies to `output_dir` the adapters of members that left before it.
     """
     root = checkpoint.parent
     gone = {member["adapter"] for member in read_population(checkpoint).get("left", ())}

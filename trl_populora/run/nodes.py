@@ -1,7 +1,7 @@
 """Checks before training on several nodes: all processes are there, and a checkpoint can be whole.
 
-Nodes that see one `output_dir` write one checkpoint together. With DDP, nodes that do not see one need
-`save_on_each_node`, and each node writes its own checkpoint. With DeepSpeed or FSDP, all nodes must see one.
+Nodes that share one `output_dir` write one checkpoint together. Nodes without a shared `output_dir` need DDP and
+`save_on_each_node`; then each node writes its own checkpoint. With DeepSpeed or FSDP all nodes must share one.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def list_rewards(logs: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
 
 def list_idle(population: Mapping[str, Any]) -> list[str]:
     """
-    Lists the members of a dataset run, also those that have left, that never had an answer with an advantage.
+    Lists the members of a dataset run whose answers never had an advantage. Members that have left are among them.
 
     Args:
         population: Contents of `population.json`.
@@ -82,7 +82,7 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
 
 
 POPULATION_FILE = "population.json"
-_RENAMED: set[Path] = set()  # files of which it was said that a setting has another name
+_RENAMED: set[Path] = set()  # files whose renamed setting was logged already
 CHAT_TEMPLATE = "chat_template.jinja"
 
 
@@ -90,9 +90,10 @@ def read_population(directory: str | Path) -> dict[str, Any]:
     """
     Reads `population.json`, which [`~trl_populora.run.saved_population.describe`] has made.
 
-    The file may come from a stranger on the Hub. Callers may join a member's name and adapter to a directory:
-    names are no paths, and adapters lie inside `members/`. Secrets are left out, because early versions saved them
-    among the settings. A setting that has another name now is read under this name, which is logged once.
+    The file may come from a stranger on the Hub, and callers join a member's name and adapter to a directory. So names
+    that could lead out of it are refused, and adapters outside of `members/`. Secrets are left out, because early
+    versions saved them among the settings. A pay that was renamed since is read under its new name. A warning says so,
+    once per file.
 
     Raises:
         `ValueError`: If the file is missing, broken or of another format, if a member's name or adapter is not of the
@@ -111,11 +112,12 @@ def read_population(directory: str | Path) -> dict[str, Any]:
         if path not in _RENAMED:
             _RENAMED.add(path)
             logger.warning(
-                "%s was saved before `teacher_reward: paper` became the printed formula: it is read as `guarded`, "
-                "which means what `paper` meant then.",
+                "In %s, `teacher_reward: paper` is read as `guarded`: when the file was saved, that pay was called "
+                "`paper`.",
                 path,
             )
-    saved.setdefault("settings_version", SETTINGS_VERSION)  # `push` writes the file again
+    # `push` saves the returned settings. From here on they mean what this version's settings mean.
+    saved.setdefault("settings_version", SETTINGS_VERSION)
     return drop_secrets(saved)
 
 

@@ -40,18 +40,18 @@ def write_rollouts(
     by_function: Mapping[str, Sequence[float]] | None = None,
 ) -> Path:
     """
-    Writes the rows of one step: every proposal and every attempt, with reward and advantage.
+    Writes the rows of one step, with reward and advantage: proposals and attempts, or the answers of a dataset run.
 
     Each rank writes its own file: `rollouts/step_00012.parquet` with one process, `rollouts/step_00012-rank1.parquet`
     with several. `load_dataset("parquet", data_files="rollouts/*.parquet")` opens all of them together.
 
     Two columns need a word. `version` counts how often the row's member has been replaced. `opponent` is the other
-    member of the row's match; it is empty where tasks are given and no teacher plays. A dataset run has the columns of
-    the game's rows only where they mean something: no task, no opponent, but each reward function's rewards.
+    member of the row's match; it is empty where tasks are given and no teacher plays. A dataset run has no columns
+    about tasks, matches and opponents. It has one column more for each reward function, with that function's rewards.
 
     Args:
         output_dir: The run's directory.
-        step: Optimizer step that trains first on the rows, from 1, as in `metrics.jsonl`.
+        step: The first optimizer step that trains on the rows, counted from 1 as in `metrics.jsonl`.
         rank: Number of this process, and how many there are.
         population: Knows the members' versions.
         rows: Rows of this rank, shape `[R]`.
@@ -138,7 +138,7 @@ class Records(TrainerCallback):
         self.begun = True
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        # `evaluate()` was called before any training. The files in the directory belong to an earlier run.
+        # This trainer evaluates before any training. Files of a run in this directory are those of an earlier run.
         if not self.begun and holds_a_run(args.output_dir):
             return
         if state.is_world_process_zero and classify_log(logs):

@@ -72,8 +72,8 @@ UPDATE = (
 )
 _LORA_FIELDS = ("r", "lora_alpha", "use_rslora", "target_modules", *_PATTERNS)
 
-# A resume restores optimizer, schedule, generators and archive from the checkpoint. Other values of these settings
-# would have no effect, or only half of one.
+# A resume restores optimizer, schedule, generators and archive from the checkpoint. If a resume changed one of these
+# settings, the change would have no effect, or only half of one.
 _DECIDED_BY_CHECKPOINT = (
     "learning_rate",
     "teacher_learning_rate",
@@ -88,7 +88,8 @@ _DECIDED_BY_CHECKPOINT = (
 )
 # Settings that a run may list with a value for each member. The checkpoint has the values, so a resume refuses others.
 BY_MEMBER = ("beta", "epsilon", "temperature", "lora_r", "lora_alpha")
-# A resumed dataset run must go on at the prompt after the last one. These settings decide which one that is.
+# A resumed dataset run must go on with the prompt after the last trained one. These settings decide which prompt that
+# is.
 _DECIDED_BY_PLACE = (
     "attempts_per_task",
     "num_iterations",
@@ -302,7 +303,7 @@ def _check_quantization(path: Path, saved: dict | None, ours: dict | None, resum
 
 
 def warn_of_revision(source: Path, theirs: str | None, shape: Shape) -> None:
-    """Warns if adapters were trained on another, known revision of a base that is no directory."""
+    """Warns if adapters were trained on another revision of a base on the Hub. It passes over unknown revisions."""
     if theirs is not None and theirs != shape.revision and not os.path.isdir(shape.base_model):
         logger.warning(
             "%s was trained on revision %r of %r, and here the base has revision %r. Adapters only make sense on the "
@@ -355,7 +356,8 @@ def check_settings(args: GRPOConfig, root: Path, saved: Mapping[str, Any], same_
     """
     # Our values go through JSON, too, so that tuples and lists compare as equal.
     ours, theirs = json.loads(json.dumps(_collect_settings(args))), saved.get("settings", {})
-    # A run whose members all have the same rank saves this rank as `lora.r` alone.
+    # Settings have `lora_r` and `lora_alpha` only if the members differ in rank or alpha. If only one of the two runs
+    # has them, that is a change, too.
     own_ranks = {name for name in ("lora_r", "lora_alpha") if name in ours or name in theirs}
     changed = [name for name in ours if name in theirs and ours[name] != theirs[name]]
     changed += sorted(name for name in own_ranks if (name in ours) != (name in theirs))
