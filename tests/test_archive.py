@@ -261,11 +261,11 @@ ROW = make(1).to_record()
         ({"inputs": [3]}, "row 1: column `inputs` must be a list of strings"),
         (
             {"inputs": ["(3,)"]},
-            r"row 1: column `inputs` holds '\(3,\)', which is no canonical text; as one, it is '\[\"t\",3\]'",
+            r"row 1: column `inputs` holds '\(3,\)', which is no canonical text; its canonical text is '\[\"t\",3\]'",
         ),
         (
             {"inputs": ["f(3)"]},
-            r"which is no canonical text; as one, it is '\[\"t\",3\]'. `trl_populora.tasks.make_task`",
+            r"which is no canonical text; its canonical text is '\[\"t\",3\]'. `trl_populora.tasks.make_task`",
         ),
         ({"outputs": [str([1.5] * 4000)]}, "row 1: column `outputs` holds .*, which is no canonical text"),
         ({"outputs": ["os"]}, "row 1: column `outputs` holds 'os', which is no canonical text. `trl_populora.tasks"),

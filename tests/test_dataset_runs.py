@@ -394,7 +394,7 @@ class TestOptions:
 
     def test_tasks_and_prompts_at_once_are_refused(self, tmp_path):
         recipe, args, model, asked = parse("--dataset_name", "x", "--seed_tasks", "tasks.jsonl", "--use_cpu", "true")
-        with pytest.raises(ValueError, match="`seed_tasks=tasks.jsonl`: the game has such tasks"):
+        with pytest.raises(ValueError, match="`seed_tasks=tasks.jsonl`: these tasks are for the game"):
             cli.build_trainer(recipe, args, model, asked)
 
     def test_what_is_set_after_the_config_is_made_counts_in_a_dataset_run(self, tmp_path):

@@ -98,8 +98,8 @@ def resolve_kind(name: str | TaskKind) -> TaskKind:
 
     Raises:
         `ValueError`: If there is no such kind, if no instance of its class can be made, or if the object found is no
-            [`TaskKind`] with a valid `name`. Also if its `reference_kinds` or `measures` is a text, or one of its
-            measures has a name that is taken.
+            [`TaskKind`] with a valid `name`. Also if the kind's `reference_kinds` or `measures` is one text, or if
+            [`check_measures`] refuses the name of a measure.
     """
     choices = f"one of {', '.join(TASK_KINDS)}, `package.module:Class` for a class of your own"
     if isinstance(name, TaskKind):

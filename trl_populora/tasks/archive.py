@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-# What is noted about a task once students have attempted it: the match, the solve rate, and what `complexity` measures
-# for the code kinds. The file of an archive always has a column for each. Measures of a user's own kind add columns.
+# What is noted about a task once students have attempted it: the number of the match, the solve rate, and the measures
+# of a program. The file of an archive always has a column for each. Measures of a user's own kind add columns.
 NOTED = ("match", "solve_rate", *PROGRAM_MEASURES)
 Note = Mapping[str, float]
 Entry = tuple[Task, bytes, "Note | None"]  # the task, its key (duplicates share it), its note
@@ -119,11 +119,11 @@ class TaskArchive:
         return sorted(self._measures)
 
     def note(self, task: Task, /, **facts: float) -> None:
-        """Notes `facts` (see `NOTED`) about a task, in place of earlier ones. Ignores a task that is not here."""
+        """Notes `facts` (see `NOTED`) about a task, in place of earlier facts. Ignores a task that is not here."""
         key = hash_task(task)
         if key in self._keys:
             entries, place = self._rings[task.kind].entries, self._keys[key]
-            entries[place] = (entries[place][0], key, facts)  # of duplicates the first one stays
+            entries[place] = (entries[place][0], key, facts)  # the archived task stays: `task` may be a duplicate
             self._measures.update(facts.keys() - set(NOTED))
 
     def entries(self) -> Iterator[Entry]:
@@ -240,15 +240,15 @@ def read_task(record: Mapping[str, Any], where: str) -> Task:
 
 def _suggest_text(text: str, column: str) -> str:
     """
-    Writes for an error which canonical text the user may have meant. Empty if `text` can be read neither as a Python
-    literal nor, in the column `inputs`, as arguments.
+    Writes for an error which canonical text the user may have meant. Reads `text` as a Python literal, or in the
+    column `inputs` as arguments. Returns `""` if it cannot be read so.
     """
     try:
         value = literals.read_arguments(text) if column == "inputs" else literals.read_literal(text)
         # Users write the same input in three ways: `3`, `(3,)` and `f(3)`.
         if column == "inputs" and len(value) == 1 and isinstance(value[0], tuple):
             (value,) = value
-        return f"; as one, it is {values.encode(value, ordered=column == 'inputs')!r}"
+        return f"; its canonical text is {values.encode(value, ordered=column == 'inputs')!r}"
     except ValueError:  # `text` is no literal, or its value is too large to be written
         return ""
 
@@ -289,7 +289,8 @@ def hash_task(task: Task) -> bytes:
     many blanks stand between two words. The order of the inputs does not count if the student is shown pairs.
     """
     inputs = [_sort_dictionaries(text) for text in task.inputs]
-    # code_f, the built-in kind with visible pairs, shuffles its inputs. So their order makes no other task.
+    # code_f, the built-in kind with visible pairs, shuffles its inputs. So tasks that differ in this order alone are
+    # duplicates.
     content = [task.kind, _analyse(task.program)[0], sorted(inputs) if task.visible else inputs]
     return _hash(json.dumps([*content, " ".join(task.message.lower().split())]), 16)
 
@@ -431,7 +432,7 @@ def load_archive(archive: TaskArchive, path: str | Path, coverage: dict[str, Any
             )
         for field in make_schema():
             if field.name not in file.schema_arrow.names:
-                raise ValueError(f"{path}: column `{field.name}` is missing; it holds {file.schema_arrow.names}.")
+                raise ValueError(f"{path}: column `{field.name}` is missing; the file has {file.schema_arrow.names}.")
             if (held := file.schema_arrow.field(field.name).type) != field.type:
                 raise ValueError(f"{path}: column `{field.name}` holds {held}, expected {field.type}.")
         try:
@@ -447,7 +448,7 @@ def load_archive(archive: TaskArchive, path: str | Path, coverage: dict[str, Any
 
 
 def _renew_keys(entries: Iterator[Entry], forms: set[int]) -> Iterator[Entry]:
-    """Computes the keys of saved entries again, from their programs. Adds the hash of each form to `forms`."""
+    """Computes the keys of saved entries again, by this version's normal form. Adds the form's hash to `forms`."""
     for task, _, note in entries:
         forms.add(hash_form(task.program))
         yield task, hash_task(task), note

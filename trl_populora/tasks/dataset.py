@@ -50,7 +50,7 @@ def read_splits(source: str, what: str, name: str | None = None) -> DatasetDict:
 
     Args:
         source: A `.json`, `.jsonl` or `.parquet` file, a directory, or a dataset of the Hub.
-        what: Names it in errors.
+        what: What errors call the dataset.
         name: The dataset's configuration, as of `load_dataset`.
 
     Raises:
@@ -62,8 +62,8 @@ def read_splits(source: str, what: str, name: str | None = None) -> DatasetDict:
     is_path = suffix in formats or source.startswith((".", "/", "~"))
     if "://" not in source and is_path and not Path(source).exists():
         raise ValueError(
-            f"{what} cannot be read: no such file from {str(Path.cwd())!r}. Give a .json, .jsonl or .parquet file, or "
-            "a dataset of the Hub as `user/name`."
+            f"{what} cannot be read: there is no such file (the current directory is {str(Path.cwd())!r}). Give a "
+            ".json, .jsonl or .parquet file, or a dataset of the Hub as `user/name`."
         )
     try:
         if suffix in formats:
@@ -126,7 +126,7 @@ def build_archive(
     Args:
         train_dataset: A table of tasks, one per row; `None` for the tasks that ship with the package.
         kinds: The kinds that the run plays, by name.
-        style: Style of the prompts. It chooses the package's tasks.
+        style: Style of the prompts. If `train_dataset` is `None`, it decides which of the package's tasks are taken.
         size: Tasks kept per kind.
         references: How many archived tasks a proposing teacher is shown; `None` if nobody proposes.
 
@@ -177,9 +177,9 @@ def check_archive(archive: TaskArchive, kinds: Mapping[str, TaskKind], proposing
         proposing: Whether teachers propose.
 
     Raises:
-        `ValueError`: If the archive holds no task of any kind that is played. Also if teachers propose, one of these
-            kinds proposes about archived programs (as code_f does), and the archive holds no task of its
-            `reference_kinds`.
+        `ValueError`: If the archive holds no task of any kind that is played. If teachers propose, also if one of
+            these kinds proposes about archived programs (as code_f does), and the archive holds no task of this
+            kind's `reference_kinds`.
     """
     if not any(archive.sample([name], 1, random.Random(0)) for name in kinds):
         raise ValueError(

@@ -6,10 +6,10 @@
 The features of a program are read from its text. A user's own kind names features in `TaskKind.features`.
 [`Features`] counts the features of the last accepted tasks.
 
-A teacher cannot make features up. A function counts only if it is builtin and the program does not bind its name, a
-method only if a builtin type has one of this name, and a module only if it is in Python's library. Dead code gives no
-features, as far as [`walk_living`] finds it. A branch that constants do not decide, but that no input takes, does give
-features: only running the program would show that nothing takes it.
+A teacher cannot make features up. A function counts only if it is builtin and the program does not bind its name. A
+method counts only if a builtin type has a method of this name. A module counts only if it is in Python's library. Dead
+code gives no features, as far as [`walk_living`] finds it. It finds branches that constants rule out. It does not find
+branches that no input takes: only running the program would show them. So these give features.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from trl_populora.tasks.python.programs import list_bound_names, parse_function
 from .kind import Task, TaskKind, check_type
 
 
-# [`Features`] remembers as many tasks as teachers propose in these steps: 192 with 2 teachers and 8 proposals each.
+# [`Features`] remembers as many tasks as all teachers propose in `STEPS` steps. With 2 teachers and 8 proposals each
+# these are 12 * 2 * 8 = 192 tasks.
 STEPS = 12
 CANDIDATES = 256  # archived tasks that are drawn at random, and from which replays are then chosen
 
@@ -90,8 +91,9 @@ def _read_words(node: ast.AST, bound: set[str]) -> Iterator[str]:
 
 def _name_call(call: ast.Call, bound: set[str]) -> Iterator[str]:
     """
-    Names a call of a builtin function, or of a method that a builtin type has, with its keywords in `_KEYWORDS`.
-    Yields nothing for other calls.
+    Yields one word for a call of a builtin function, or of a method that has the name of a builtin type's method:
+    `len`, `.find`. Keywords of the call that are in `_KEYWORDS` stand in the word: `sorted(reverse)`. Yields nothing
+    for other calls.
     """
     function = call.func
     name = ""
@@ -175,8 +177,8 @@ class Features:
 
     def rarity(self, words: tuple[str, ...]) -> float:
         """
-        Computes how rare a task is: 1 minus the share of the last `window` accepted tasks that have the rarest of its
-        features. 0 if it has no feature.
+        Computes how rare a task is. Takes the rarest feature of the task, and returns 1 minus the share of the last
+        `window` accepted tasks that have this feature. Returns 0 if the task has no feature.
 
         Args:
             words: The task's features.

@@ -73,7 +73,9 @@ class Reject(str, Enum):
         return self.value
 
 
-# With `teacher_reward: paper` no proposal is refused for these reasons: it has to parse, run and be deterministic.
+# Reasons that the paper's formula does not know. With `teacher_reward: paper` most of these checks are left out. Four
+# stay: held-out tasks, control texts, prompts that do not fit, and texts too long to be parsed are refused even then.
+# The teacher is then paid as for a task that nobody solves.
 GUARDS = frozenset(
     reason.value
     for reason in (
@@ -250,10 +252,10 @@ class KindSettings:
         prompt_style: One of `STYLES`. A run chooses it before it configures kinds; `check-kind` leaves it `None`.
         reading: One of `READINGS`. With `None` the style decides: strict for `"compact"`, tolerant for the others.
         prompt_texts: The user's own instructions. Keys are `"code_o/propose"` and so on.
-        teacher_reward: What teachers are paid. With `"paper"` the built-in kinds refuse nothing for [`GUARDS`].
+        teacher_reward: What teachers are paid. With `"paper"` the built-in kinds leave out the checks for [`GUARDS`].
 
     Raises:
-        `ValueError`: If a value is out of range or names nothing known.
+        `ValueError`: If a number is out of range, or `prompt_style` or `reading` is no known name.
     """
 
     inputs_per_function: int = 10
@@ -304,7 +306,7 @@ class TaskKind(ABC):
 
         Args:
             references: Archived tasks to show in the prompt. In the style `"turns"` a kind with [`write_proposal`]
-                gets at most the one that the proposal is about. Other references are shown as earlier chat turns.
+                gets none, or the one task that the proposal is about: the others become earlier chat turns.
             style: `"turns"`, `"chat"` or `"compact"`.
         """
         raise NotImplementedError
@@ -318,7 +320,7 @@ class TaskKind(ABC):
         return ""
 
     def shows_turns(self, style: str) -> bool:
-        """Says whether references are shown as earlier turns, in which a proposal is asked for and written."""
+        """Says whether references are shown as earlier chat turns: a request for a proposal, then the proposal."""
         return style == "turns" and type(self).write_proposal is not TaskKind.write_proposal
 
     def parse_proposal(self, text: str, references: Sequence[Task]) -> Proposal | Refusal | Reject:
@@ -355,7 +357,7 @@ class TaskKind(ABC):
         """Says whether an attempt is right, given the verdict of its trial."""
 
     def identify_mistake(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> str:
-        """Returns a text for what an attempt comes to. Wrong attempts with equal texts make the same mistake."""
+        """Returns the result of an attempt as a text. Wrong attempts with equal texts make the same mistake."""
         return attempt.answer
 
     def chance(self, task: Task) -> float:
@@ -374,8 +376,9 @@ class TaskKind(ABC):
 
     def copies(self, task: Task) -> list[Attempt]:
         """
-        Returns answers that only repeat what the student is shown. The referee tries them. If one is right, the task
-        is refused: students would learn to copy, which is easier than working a task out.
+        Returns answers that only repeat what the student is shown. The referee tries them, and refuses the task if one
+        is right: students would learn to copy, which is easier than working a task out. With `teacher_reward: paper`
+        nobody tries them.
         """
         return []
 

@@ -104,8 +104,8 @@ class MemberSampler(Sampler):
     Deals the rows of an expanded table. A generation holds all rows of the first seat, then all of the second, and so
     on.
 
-    Each seat's rows come in the order in which TRL's sampler gives them to a run of its member alone. On several
-    processes each process gets an equal part of every seat's rows.
+    A member gets its rows in the order in which TRL's sampler would give them to a run of this member alone. On
+    several processes each process gets an equal part of every seat's rows.
 
     Args:
         streams: TRL's sampler of each seat. Seats with equal samplers get the same prompts.
@@ -118,7 +118,7 @@ class MemberSampler(Sampler):
         self.seats = range(len(self.streams)) if seats is None else seats
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes the next pass that of epoch `epoch`, so that a resumed run sees its rows in that epoch's order."""
+        """Makes epoch `epoch` the next pass, so that a resumed run sees its rows in that epoch's order."""
         for stream in self.streams:
             if not stream.shuffle:
                 continue
@@ -162,11 +162,11 @@ class HalvingSampler(Sampler):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes the next pass that of epoch `epoch`. An epoch has as many generations as in a run without halving."""
+        """Makes epoch `epoch` the next pass. An epoch has as many generations as in a run without halving."""
         self.epoch = epoch
 
     def count_shares(self, generation: int) -> int:
-        """Counts how many members' shares of the rows each remaining member has in a generation: 1, then 2, 4..."""
+        """Returns by what factor the rows of each remaining member in a generation have grown: 1, then 2, 4..."""
         return min(self.members, 2 ** (generation // self.generations))
 
     def __iter__(self) -> Iterator[int]:

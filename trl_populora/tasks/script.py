@@ -1,9 +1,9 @@
-"""What TRL's GRPO script is told of its dataset and its rewards, for `populora train`.
+"""Options of TRL's GRPO script for `populora train`: the dataset of prompts, and the reward functions.
 
     PromptArguments --read_prompts---------> train_dataset, eval_dataset
                     --find_reward_functions-> reward_funcs
 
-The options are those of TRL's script, and TRL's own classes declare them.
+TRL's own classes declare these options.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class PromptArguments(GRPOScriptArguments, DatasetMixtureConfig):
 
     @property
     def dataset_names(self) -> list[str]:
-        """Names of the datasets to read; empty if none is named. As in TRL's script `datasets` goes first."""
+        """Names of the datasets to read, maybe none. `datasets` counts before `dataset_name`, as in TRL's script."""
         if self.datasets:
             return [each.path for each in self.datasets]
         return [self.dataset_name] if self.dataset_name else []
@@ -67,10 +67,10 @@ def read_prompts(asked: PromptArguments, evaluates: bool) -> tuple[Dataset, Data
 
     Args:
         asked: The options. `dataset_name` may be a file or a directory, too.
-        evaluates: Whether the run evaluates. Otherwise the split for it is not needed.
+        evaluates: Whether the run evaluates. If not, the split for evaluation is not needed.
 
     Raises:
-        `ValueError`: If it cannot be read, has no such split, or is no dataset of prompts.
+        `ValueError`: If the dataset cannot be read, lacks a split that the options name, or holds no prompts.
     """
     if asked.datasets and asked.dataset_name:
         logger.warning("`datasets` and `dataset_name` are both given: `datasets` is taken.")
@@ -135,5 +135,5 @@ def refuse_both(asked: PromptArguments, tasks: dict[str, Any]) -> None:
     given: Sequence[str] = [f"`{name}={value}`" for name, value in tasks.items() if value not in (None, "none")]
     if asked.dataset_names and given:
         raise ValueError(
-            f"{' and '.join(given)}: the game has such tasks, and a dataset of prompts is given, too. Leave one out."
+            f"{' and '.join(given)}: these tasks are for the game, and prompts are given, too. Leave one out."
         )

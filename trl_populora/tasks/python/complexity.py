@@ -90,8 +90,8 @@ def hash_shape(tree: ast.Module) -> str:
 
     The shape is how statements are nested, and for each statement the *set* of expression types, operators, attributes
     and unbound names (such as builtins) in it. Names that the program binds, constants, the order of operands and
-    repetition within a statement make no other shape. A whole tree would say nothing: nearly every program has
-    another tree.
+    repetition within a statement do not change the shape. A hash of the whole tree would say nothing: nearly every
+    program has a tree of its own.
     """
     bound = {name for node in ast.walk(tree) for name in list_bound_names(node)}
     parts: list[str] = []

@@ -6,8 +6,8 @@
     code_f inputs, message      message, half of the   the program        it agrees on all pairs
            of a known program   input-output pairs
 
-At the end stand [`guess_blindly`], which makes answers of an attempt that has not looked at its task, and
-[`make_task`], which makes a task from a user's own program.
+At the end stand [`guess_blindly`], which draws random answers without looking at the task, and [`make_task`], which
+makes a task from a user's own program.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ class CodeKind(TaskKind):
     """
     A kind whose tasks are programs with a top-level `f`.
 
-    The limits are class attributes, which a subclass may change. A text over a limit is never cut, but refused. With
-    `teacher_reward: paper` nothing is refused for its length, and no task because of its values.
+    The limits are class attributes, which a subclass may change. A text over a limit is refused, never cut. With
+    `teacher_reward: paper` these limits are off, and code_f also takes equal inputs, outputs that are all equal, and a
+    message that gives the program away.
     Answers are compared by Python's `==`, as in Absolute Zero Reasoner (AZR), but nan equals nan.
     """
 
@@ -50,7 +51,7 @@ class CodeKind(TaskKind):
     cpu_headroom = 2.0
     reading = "strict"  # or "tolerant"
     refuses_copies = False
-    guarded = True  # whether proposals are refused for what `kind.GUARDS` lists
+    guarded = True  # False with `teacher_reward: paper`: the checks for `kind.GUARDS` are left out
     instructions: Mapping[str, str] = prompts.TURNS
 
     def configure(self, settings: KindSettings) -> None:
@@ -58,9 +59,9 @@ class CodeKind(TaskKind):
         if next(each for each in type(self).__mro__ if "determinism_runs" in vars(each)) is CodeKind:
             self.determinism_runs = settings.determinism_runs
         self.reading = settings.reading or ("strict" if settings.prompt_style == "compact" else "tolerant")
+        self.guarded = settings.teacher_reward != "paper"
         # The style `compact` allows tasks whose answer is a copy of what is shown, because the published figures of
         # the embedded base were measured with them.
-        self.guarded = settings.teacher_reward != "paper"
         self.refuses_copies = self.guarded and settings.prompt_style not in (None, "compact")
         self.instructions = prompts.TURNS | dict(settings.prompt_texts or {})
 
@@ -74,7 +75,7 @@ class CodeKind(TaskKind):
         return text.format(program_chars=self.max_program_chars, value_chars=self.max_value_chars, **numbers)
 
     def gives_rules(self, what: str, style: str) -> bool:
-        """Says whether a prompt has all rules: in the style `"chat"`, without an instruction of the user."""
+        """Says whether a prompt has all rules: only in the style `"chat"`, if no text of the user replaces them."""
         name = f"{self.name}/{what}"
         return style == "chat" and self.instructions[name] == prompts.TURNS[name]
 
@@ -127,7 +128,7 @@ class CodeKind(TaskKind):
     def read_outputs(self, verdict: Verdict | None) -> tuple[str, ...] | Refusal:
         """Returns the outputs that the sandbox has seen, or why they make no task."""
         if verdict is None:
-            raise ValueError("A code proposal is accepted on a verdict, got None: run `check(proposal)` first.")
+            raise ValueError("`accept` needs a verdict, got None: run the job of `check(proposal)` first.")
         if verdict.status is not Status.OK:
             return Refusal(Reject(verdict.status.value), verdict.reason)
         longest = max(len(prompts.write_literal(output)) for output in verdict.outputs)
@@ -142,7 +143,7 @@ class CodeKind(TaskKind):
         return read_features(task.program)
 
     def reject_malformed(self, error: FormatError | ProgramError) -> Attempt:
-        """Makes the attempt of an answer that cannot be read."""
+        """Makes a malformed attempt from an answer that cannot be read."""
         return Attempt(False, "", find_reason(error).value, str(error))
 
     def trial(self, task: Task, attempt: Attempt) -> Job | None:
@@ -197,7 +198,7 @@ class ProgramWithInput(CodeKind):
     def chance(self, task: Task) -> float:
         """
         Returns 1/2 if the output is `True` or `False`, and 1/2 to the power of n if it is a list or tuple of n truth
-        values, at least one. Of other outputs nobody knows how many there could be, so they give 0.
+        values (n >= 1). Returns 0 for all other outputs: nobody knows how many outputs there could be.
         """
         output = values.decode(task.outputs[0])
         bits = output if isinstance(output, (list, tuple)) else [output]
@@ -205,8 +206,8 @@ class ProgramWithInput(CodeKind):
 
     def copies(self, task: Task) -> list[Attempt]:
         """
-        Returns what the student is shown beside the program, as an answer. Returns nothing in the style `"compact"`,
-        or if what is shown cannot be read as an answer.
+        Returns what the student is shown beside the program, as an answer. Returns nothing if it cannot be read as an
+        answer, or if copies are allowed: in the style `"compact"`, and with `teacher_reward: paper`.
         """
         _, shown = self.show_given(task)
         try:
@@ -274,7 +275,8 @@ class CodeO(ProgramWithInput):
         return attempt.well_formed and self.is_same(attempt.answer, task.outputs[0])
 
 
-GUESSES = 8  # as many as attempts at a task, by default, so that both shares of right answers have steps of 1/8
+# As many as a task has attempts by default. So the share of right guesses and the solve rate both have steps of 1/8.
+GUESSES = 8
 
 
 class CodeI(ProgramWithInput):
@@ -518,8 +520,8 @@ def _vary_hidden(pairs: list[tuple[str, str]], visible: int) -> None:
 # scores that does not look at the task.
 
 
-# Most values and characters of one guess. Without this bound a guess may double in size with every level of nested
-# lists.
+# Limit of one guess, counted in values and in characters of its texts. Without it a guess may double in size with
+# every level of nested lists.
 MAX_SIZE = 2000
 
 

@@ -1,11 +1,11 @@
 """Normal forms: when two programs count as the same, and which nodes of a program live.
 
-Names that a program binds, layout, comments, annotations, and code that cannot change the result make no other
-program. Four methods of `_Program` make the normal forms:
+Programs count as the same if they differ only in the names that they bind, in layout, in comments, in annotations, or
+in code that cannot change the result. Four methods of `_Program` make the normal forms:
 
     tree -> gather   visits every node that control can reach, and learns the names of every scope
-         -> note     finds every name's key; notes which keys each statement reads, binds, and changes in place
-         -> spread   starts at `f` and its `return`: a statement lives if it changes what a living statement reads
+         -> note     looks up every name's key; notes which keys each statement reads, binds, and changes in place
+         -> spread   starts at `f` and its `return`: a statement lives if it binds or changes what a living one reads
          -> write    writes the living statements with numbered names -> (exact form, form without constants)
 
 In doubt code counts as dead, and programs as equal. A pair that is wrongly taken for equal costs one refused proposal.
@@ -112,7 +112,7 @@ class _Program:
         live: Keys that living statements read, and the identities of these statements' nodes. Empty until `_spread`.
         functions: The statement that defines a function and the scope inside, by the key of the function's name.
         readers, binders, changers: The statements that read a key, give it a value, or change its object in place.
-        sharers: Keys of names that may hold a part of the object that a key names.
+        sharers: For the key of a name, the keys of other names that may hold a part of its object.
         catches: Whether the program has any `try`.
     """
 
@@ -161,7 +161,7 @@ class _Program:
             self._note(*each)
 
     def _note(self, node: Any, scope: Any, statement: _Statement) -> None:
-        """Notes what one node reads, binds and changes, and which statement makes the node's statement live."""
+        """Notes what one node reads, binds and changes, and with which other statement the node's statement lives."""
         loads, holder = isinstance(getattr(node, "ctx", None), ast.Load), statement.holder
         said = (node.id,) if isinstance(node, ast.Name) else list_bound_or_imported(node)
         if said or isinstance(node, ast.Attribute):
@@ -180,8 +180,8 @@ class _Program:
             self._note_call(node, scope, statement)
         of_class = isinstance(holder.node, ast.ClassDef) and isinstance(node, ast.stmt)
         ends = isinstance(node, _ENDS) or "*" in said or (self.catches and isinstance(node, (ast.Raise, ast.Assert)))
-        # When a class lives, all in its body lives but methods and inner classes: these live when they are named.
-        # `__init__` and the like live with the class, because Python itself calls them.
+        # When a class lives, its body lives with it, except methods and inner classes: each lives when it is named.
+        # Methods such as `__init__` live with the class, because Python itself calls them.
         if ends or (of_class and getattr(node, "name", "__").startswith("__")):
             holder.waiting.append(statement)
         elif isinstance(node, (ast.Break, ast.Continue)):
@@ -205,7 +205,7 @@ class _Program:
             self.keys |= {id(each): inside[each.arg] for each in call.keywords if each.arg in inside}
 
     def _spread(self) -> None:
-        """Finds the living statements: from those known to live, to all that bind or change what these read."""
+        """Finds the living statements: starts at `f`, and adds whatever binds or changes what a living one reads."""
         self.root.reads.append(FUNCTION)
         todo = [self.root]
         while todo:

@@ -19,10 +19,10 @@ from trl_populora.tasks.kind import Reject
 
 # The parser is never shown a longer text. The limit of a task's program is lower: `CodeKind.max_program_chars`.
 MAX_PROGRAM_CHARS = 8000
-# In brackets that do not close as they should the parser may take time exponential in their depth.
+# If brackets do not close as they should, the parser may take time exponential in the depth of the brackets.
 MAX_BRACKET_DEPTH = 20
-# Most tokens in a row, summed over all open brackets. A comma ends a row, and so does the end of a line outside of
-# brackets. Each token may be a level of the tree: `----1`, `a.b.c`.
+# Most tokens since the last comma: those outside of brackets and those in each open bracket, taken together. Outside
+# of brackets the end of a line counts as a comma. Each of these tokens may be a level of the tree: `----1`, `a.b.c`.
 MAX_CHAIN = 200
 FUNCTION = "f"
 # A filter of `warnings` for parsed texts, whose file `ast.parse` calls `<unknown>`.
@@ -109,7 +109,7 @@ def _scan(program: str) -> None:
     Raises:
         `ProgramError`: If the text is over a bound.
     """
-    chains = [0]  # tokens of the row so far: outside of brackets, then for every open bracket
+    chains = [0]  # tokens since the last comma: outside of brackets, then in each open bracket
     chained = 0  # the sum of `chains`
     nested = 0  # number of `elif` and `lambda`, which nest the tree across commas and lines
     for match in _TOKEN.finditer(program):
@@ -152,12 +152,10 @@ def _check_depth(depth: int, chained: int) -> None:
 
     Args:
         depth: Number of brackets that are open at once, plus 1.
-        chained: The larger of two numbers. One counts the tokens since the last comma, over the text outside of
-            brackets and all open brackets; outside of brackets, a line end counts as a comma. The other counts the
-            `elif` and `lambda` of the program so far.
+        chained: The tokens that `MAX_CHAIN` bounds, or the number of `elif` and `lambda` so far if that is larger.
 
     Raises:
-        `ProgramError`: If one of the two is over its bound.
+        `ProgramError`: If `depth` or `chained` is over its bound.
     """
     if depth > MAX_BRACKET_DEPTH + 1 or chained > MAX_CHAIN:
         raise ProgramError(
@@ -209,8 +207,8 @@ def contains_program(message: str, program: str) -> bool:
     """
     if re.search(r"\bdef\s+\w+\s*\(", message):
         return True
-    # The hint is read twice: without comments, for a body with comments in between, and with them, for a body that is
-    # written as a comment.
+    # The hint is read twice. Without its comments it shows a body that has comments in between. With them it shows a
+    # body that is written as a comment.
     said = (_squeeze(message), _NOT_TEXT.sub("", message.replace("#", "")).lower())
     return any(text and text in each for text in map(_squeeze, (program, _cut_body(program))) for each in said)
 

@@ -207,8 +207,8 @@ def check_texts(texts: Any) -> None:
     Checks the value of the option `prompt_texts`: texts that replace instructions.
 
     Raises:
-        `TypeError`: If the value is no dict, or one of its texts is no text.
-        `ValueError`: If there is no instruction of such a name, or if a text has braces that name nothing.
+        `TypeError`: If the value is no dict, or an instruction in it is no text.
+        `ValueError`: If a key names no instruction, or if a text has an unknown name in braces.
     """
     if not isinstance(texts, Mapping):
         raise TypeError(f"`prompt_texts` must be a dict of texts by name, got {texts!r:.80}.")

@@ -70,8 +70,8 @@ def read_blocks(text: str, names: Sequence[str]) -> list[str]:
         `FormatError`: If the thinking is never closed, or if a block is missing, repeated, out of order, unclosed,
             indented or not one of `names`.
     """
-    # Python's tokenizer takes `\r\n` and `\r` for ends of lines, too. So programs have the same lines here and
-    # there.
+    # Python's tokenizer takes `\r\n` and `\r` for ends of lines, too. So a program has the same lines here as it has
+    # for Python.
     lines = strip_thinking(text.replace("\r\n", "\n").replace("\r", "\n")).split("\n")
     found: list[str] = []
     block: list[str] | None = None
@@ -104,13 +104,13 @@ def read_blocks(text: str, names: Sequence[str]) -> list[str]:
 #
 # * A fence may be indented, and may have more than three backticks, or tildes. Its name may be in upper case, and
 #   attributes may follow.
-# * Within a block, a line that begins with its own fence ends the block. The rest of that line is prose, because a
-#   base that goes on writing often does so behind the fence. In a block of values the fence may also stand behind a
-#   value.
-# * A fence with one of the names below inside of a block ends that block and begins the next. A block that is not
-#   closed ends with the text.
-# * Where prose shares a line with a fence, the next fence without a name may open a block or close one. A block that
-#   it opens stands for nothing.
+# * A line that begins with the fence of the open block ends this block. The rest of the line is prose: a base that
+#   does not stop often writes on right behind the fence. In a block of values, the closing fence may also stand behind
+#   a value.
+# * A fence with one of the names below ends the open block, too, and begins the next one. A block that is not closed
+#   ends with the text.
+# * After a line with both prose and a fence, the next fence may open a block or close one. If this next fence has no
+#   name, the block that it begins is never taken for a wanted one.
 # * Names have the aliases below. If no block has the name, a block without a name may stand for it. A message may also
 #   stand in a block of plain text, and a value in one of plain text, JSON or Python.
 # * If several blocks fit, the last one counts: the others are drafts. A Python block that defines no `f` counts only
@@ -131,7 +131,7 @@ STAND_INS = {"python": ("",), "message": _PLAIN} | dict.fromkeys(
 )
 
 _VALUES = {*ALIASES["input"], *ALIASES["output"]}
-# The name given to a block that has none and that may not stand for a wanted block.
+# The name given to a nameless block that is never taken for a wanted one, see above.
 _UNSURE = "(unsure)"
 
 _MARKS = "(`{3,}|~{3,})"
@@ -168,7 +168,7 @@ def find_blocks(text: str, names: Sequence[str]) -> list[str]:
         raise FormatError(f"there is no ```{first} block")
     if not second:
         return [blocks[firsts[-1]].content]
-    # The second block must stand before the next block that may be the first one. Otherwise the first block of an
+    # The second block must stand before the next block that `first` may mean. Otherwise the first block of an
     # unfinished draft would be taken together with the second block of another draft.
     for start, end in reversed(list(zip(firsts, [*firsts[1:], len(blocks)], strict=True))):
         between = blocks[start + 1 : end]
