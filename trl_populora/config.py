@@ -146,9 +146,9 @@ class PopuLoRAConfig(GRPOConfig):
             many prompts in a generation. `0` for none.
         single_agent: One adapter plays both roles (AZR); `teachers` and `students` become 1. A step then has the rows
             of one match.
-        warm_start: Directory or Hub name of a saved population to start from, with the same base and adapter shape and
-            any number of members. Or ordinary LoRA adapters of at most the members' rank: one for all members, a list
-            with one for each (teachers first), or one for a role, `{"student": "runs/sft"}`.
+        warm_start: Directory or Hub name of a saved population to start from. It may have any number of members, but
+            must have the same base and adapter shape. Or ordinary LoRA adapters of at most the members' rank: one for
+            all members, a list with one for each (teachers first), or one for a role, `{"student": "runs/sft"}`.
 
         task_kinds: Kinds of task that teachers propose, in rotation (AZR's three). Name a kind of your own as
             `"package.module:Class"`.
@@ -170,13 +170,14 @@ class PopuLoRAConfig(GRPOConfig):
             on.
         archive_size: Tasks kept of each kind. The newest stay (AZR's buffer size; AZR keeps the oldest).
         replay: Share of replayed archived tasks among the tasks that a student attempts. No teacher is paid for a
-            replayed task, and ratings ignore it.
+            replayed task, and ratings ignore replayed tasks.
 
         matchmaking: `"pfsp"` prefers pairs whose TrueSkill win probability p is near one half. `"uniform"` pairs at
             random. Or a function of your own, `"module:function"`, from a student and a teacher to the pair's weight.
         pfsp_kappa: Exponent of the weight (p(1-p))^kappa (second hand: 1; ours: 2, by `benchmarks/ratings.py`).
         ratings: What ratings follow: the `"scores"` of matches (ours, by `benchmarks/ratings.py`); or who won them, by
-            TrueSkill's own update, `"trueskill"` (paper; what counts as a win is ours: more than half of the shares).
+            TrueSkill's own update, `"trueskill"` (paper). Ours is the rule that a student wins if it gets more than
+            half of the points of a match.
 
         teacher_reward: Pay for a solved task (`docs/guides/reward.md`): `"guarded"` (the paper's 1 - solve rate, with
             guards of ours), `"paper"` (the printed formula without them), `"learnability"`, `"rarity"`, or a function
@@ -190,8 +191,8 @@ class PopuLoRAConfig(GRPOConfig):
         student_reward_malformed: Pay for an answer that cannot be read (AZR; second hand).
         teacher_baseline: What a proposal's reward is compared with. `"member"`: the mean of the teacher's proposals of
             the same kind (AZR's task-relative REINFORCE++). `"group"`: the mean of the match's proposals. Or a
-            function of your own, `"module:function"`. It gets the rewards, members, kinds and groups of all teachers'
-            rows, and returns their advantages.
+            function of your own, `"module:function"`. The function gets the rewards, members, kinds and groups of all
+            teachers' rows, and returns the advantages of these rows.
         student_baseline: What an attempt's reward is compared with. `"group"`: the mean of the attempts at one task
             (GRPO). `"member"`: the mean of the student's attempts at tasks of the same kind. Or a function of your
             own, as for `teacher_baseline`.
@@ -202,16 +203,17 @@ class PopuLoRAConfig(GRPOConfig):
 
         sandbox_workers: Cores that programs may fill on a node, shared out among its processes; all usable ones when
             `None`.
-        sandbox_seconds: CPU seconds that one run of a program may use. A built-in kind's proposal may use half of
-            them, because the program runs again in the attempts and may need more beside other work. AZR allows 10
-            seconds by the clock.
+        sandbox_seconds: CPU seconds that one run of a program may use. A proposal of a built-in kind may use half of
+            them: its program runs again when attempts are checked, and other work may then make it slower. AZR allows
+            10 seconds by the clock.
         sandbox_memory_mb: Memory limit of one run of a program, in MiB.
-        determinism_runs: How often a proposal runs, each time with another hash seed. All runs must agree (AZR: 2).
+        determinism_runs: How often a proposal runs, each time with another hash seed. All runs must give the same
+            outputs (AZR: 2).
         sandbox_allow_weak: Train although this host offers no kernel confinement. Only for hosts that hold nothing of
             value.
 
         evolve_every: Optimizer steps between two evolution events. `0` switches evolution off. When `None`, 10 in the
-            game (second hand), and 0 in a dataset run and where pooling leaves nobody to evolve.
+            game (second hand) and 0 in a dataset run; also 0 if pooling leaves no role that can evolve.
         evolve_burn_in: Matches that a member must have played before it may be replaced.
         cull_fraction: Share of each role that an event may replace, but at least one member; `0` replaces nobody
             (second hand).
@@ -233,13 +235,13 @@ class PopuLoRAConfig(GRPOConfig):
             `per_device_eval_batch_size` rows at once.
 
         generation_tokens: Most tokens, prompts included, that a process holds in the cache of keys and values at
-            once. Only without vLLM.
+            once. vLLM does not read it.
         vllm_engine_kwargs: Further arguments of vLLM's `LLM` in colocate mode, for example `{"enforce_eager": true}`.
             TRL's `vllm_*` settings hold too. The engine computes in the trainer's precision unless `dtype` is
             given.
-        vllm_adapter_dir: Directory for published adapters that the trainer and every vLLM server see. When `None`,
-            shared memory, or `output_dir` if a server sits on another host or memory is short. Not for colocated
-            engines.
+        vllm_adapter_dir: Directory for published adapters; the trainer and every vLLM server must see it. When `None`,
+            shared memory, or `output_dir` if a server runs on another host or shared memory is too small. Colocated
+            engines do not use it.
 
         save_rollouts: Write every row to `rollouts/step_*.parquet`.
         own_metrics: Functions of your own, `"module:function"`, that compute further metrics. Each gets the
@@ -292,7 +294,7 @@ class PopuLoRAConfig(GRPOConfig):
     )
     num_generations: int | None = _option(None, "Another name for `attempts_per_task`. When None, 8.")
     router_aux_loss_coef: float | None = _option(
-        None, "Must be 0 or None (which means 0), because the router's auxiliary loss would couple members."
+        None, "Must be 0 or None (which means 0): this loss balances experts over all members' tokens."
     )
 
     # Population
@@ -551,8 +553,8 @@ class PopuLoRAConfig(GRPOConfig):
             if getattr(self, name) % self.optimizer_steps_per_generation:
                 raise ValueError(
                     f"`{name}={getattr(self, name)}` must be a multiple of the {self.optimizer_steps_per_generation} "
-                    "optimizer steps of a generation. Otherwise weights would change in the middle of a generation, "
-                    "and the changed members would train on rows that their earlier weights wrote."
+                    "optimizer steps of a generation. Otherwise members would change while rows that they wrote "
+                    "before still wait for an update."
                 )
         if self.halve_every and self.gradient_accumulation_steps > self.steps_per_generation:
             raise ValueError(
@@ -750,8 +752,7 @@ class PopuLoRAConfig(GRPOConfig):
             if getattr(self, name) % self.num_iterations:
                 raise ValueError(
                     f"`{name}={getattr(self, name)}` must be a multiple of `num_iterations={self.num_iterations}`. "
-                    "Otherwise weights would be replaced in the middle of a population step, and the new members "
-                    "would train on rows that the old ones wrote."
+                    "Otherwise members would change while rows that they wrote before still wait for an update."
                 )
         if not self.teachers:
             check_no_teachers(vars(self), self.__dataclass_fields__)
@@ -935,7 +936,8 @@ class StepSize:
 
     def check_groups(self, world: int) -> None:
         """
-        Checks that TRL can cut its generation batch, one row for each proposal, into groups of `attempts_per_task`.
+        Checks that TRL can cut its generation batch into groups of `attempts_per_task` rows. The attempts at a task
+        are such a group, so only the number of the proposals can fail to fit.
 
         Raises:
             `ValueError`: If it cannot; the message names settings that work with `world` processes.

@@ -625,8 +625,8 @@ def check_reward_arguments(functions: Sequence[Any], tables: Mapping[str, Datase
                 continue
             if not callable(function):
                 raise TypeError(
-                    f"`reward_funcs` holds {function!r:.80}. Give functions, or names or models of sequence "
-                    "classification."
+                    f"`reward_funcs` holds {function!r:.80}. Give functions, sequence-classification models, or names "
+                    "of such models."
                 )
             try:
                 check_arguments(function, (*table.column_names, MEMBER))

@@ -231,8 +231,8 @@ class PopuLoRATrainer(HubTrainer):
             # Reading keeps what belongs to the member's own rank, and writing sets the rest to 0.
             factors = lora_members.read_member(members, member.name)
             lora_members.write_member(members, member.name, factors)
-        # Three settings are hidden from TRL's constructor. With `beta` it would copy an adapter as reference, where
-        # the frozen base is the reference. With `model_init_kwargs` it would warn that they are ignored. With
+        # Three settings are hidden from TRL's constructor. With `beta` it would copy an adapter as reference, although
+        # here the frozen base is the reference. With `model_init_kwargs` it would warn that they are ignored. With
         # `use_vllm` it would start an engine without adapters.
         hidden = start.replace_attributes(args, beta=0.0, model_init_kwargs=None, use_vllm=False)
         completions = Path(args.output_dir, "completions" if args.log_completions else "")  # TRL's folder
@@ -936,7 +936,7 @@ class PopuLoRATrainer(HubTrainer):
         if not self.model.training:
             with self.router.route_to(inputs["member"]), self._weigh_by_member(inputs["member"]):
                 return super()._compute_loss(model, inputs)
-        # Skip a micro-batch without live rows on any rank, unless it is the last one before the optimizer step (DDP
+        # Skip a micro-batch in which no rank has a live row, unless it is the last one before the optimizer step (DDP
         # synchronises there) or DeepSpeed runs.
         if not (inputs["live"] or self.accelerator.sync_gradients or self.is_deepspeed_enabled):
             return torch.zeros((), device=self.accelerator.device, requires_grad=True)
