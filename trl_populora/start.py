@@ -180,10 +180,10 @@ def refuse_unsupported(args: PopuLoRAConfig, unsupported: Mapping[str, Any]) -> 
     for name, changes in (("max_members", args.max_members not in (None, args.students)), ("halve_every", True)):
         if sharded and changes and (value := getattr(args, name)):
             raise ValueError(
-                f"`{name}={value}` is not supported with {sharded}, which steps and shards all adapters together: an "
-                "empty seat cannot be left out. Use DDP, or leave the option out."
+                f"`{name}={value}` is not supported with {sharded}, which updates and shards all adapters together, "
+                "so that an empty seat cannot be left out. Use DDP, or leave the option out."
             )
-    # DeepSpeed steps all parameters together. A member without a gradient would still be moved by its momentum.
+    # DeepSpeed updates all parameters together. Its momentum would move even a member that has no gradient.
     plays_all = not args.teachers or no_student_idles(args.teachers, args.students)
     if args.deepspeed_plugin is not None and not plays_all:
         fits = max(s for s in range(1, args.students) if no_student_idles(args.teachers, s))

@@ -92,8 +92,8 @@ class PopuLoRATrainer(HubTrainer):
     what is right, and all adapters that played learn in one joint policy-gradient step. This step equals training each
     of them alone.
 
-    If `train_dataset` has a column `prompt`, it is a *dataset run* instead: there are no teachers, all members answer
-    the dataset's prompts, and your reward functions are the only rewards.
+    If `train_dataset` has a column `prompt`, the run is a *dataset run* instead: there are no teachers, all members
+    answer the dataset's prompts, and your reward functions are the only rewards.
 
     What differs from [`~trl.GRPOTrainer`]:
 
@@ -104,15 +104,16 @@ class PopuLoRATrainer(HubTrainer):
     - `get_train_dataloader`, `_get_train_sampler` and `_get_eval_sampler` deal the rows of a dataset to the members.
       In a dataset run `_generate` asks the reward functions as soon as the completions are written.
     - `set_initial_training_values` lets a resumed run train nothing if its checkpoint is from the last step.
-    - `_generate_and_score_completions` adds each row's member, and puts the population's advantages in TRL's place.
-    - `_prepare_inputs` cuts micro-batches as they were planned with the advantages, where TRL shuffles and splits.
+    - `_generate_and_score_completions` adds each row's member, and replaces TRL's advantages by the population's.
+    - `_prepare_inputs` cuts the micro-batches that were planned together with the advantages. TRL's own method would
+      shuffle and split the rows.
     - `_get_per_token_logps_and_entropies`, `_compute_loss` and `training_step` set and clear the route of the rows.
       Without a KL term they skip rows without advantage. Where the base allows, attempts at one task share a prompt.
     - `create_optimizer`, `_clip_grad_norm` and `_get_grad_norm` give each member a parameter group and a gradient
       norm.
     - `evaluate` and `_evaluate` let students attempt held-out tasks, or a dataset run's prompts, and
-      `_determine_best_metric` knows seats that are empty. `predict` is refused. With `member` the model answers
-      as one member.
+      `_determine_best_metric` expects no reward of an empty seat. `predict` is refused. With `member` the model
+      answers as one member.
     - `add_member` and `remove_member` change the members of a dataset run while it trains.
     - `train` locks `output_dir`, which belongs to one run. After Ctrl-C or SIGTERM it finishes the step and saves.
     - `_log_metric` and `log` keep a user's own metrics under marked names until a log, when all names are known. A
@@ -1172,7 +1173,7 @@ class PopuLoRATrainer(HubTrainer):
         """Refuses a change of the members where or when there can be none."""
         sharded = "DeepSpeed" if self.is_deepspeed_enabled else "FSDP" if self.is_fsdp_enabled else ""
         if self.game is not None or self.halving is not None or sharded:
-            why = f"with {sharded}, which steps and shards all adapters together"
+            why = f"with {sharded}, which updates and shards all adapters together"
             if not sharded:
                 why = "with `halve_every`, which alone decides who leaves"
             if self.game is not None:
