@@ -77,7 +77,7 @@ class PushArguments:
     )
     archive_repo: str | None = field(default=None, metadata={"help": "Dataset repository for the run's task archive."})
     space: str | None = field(default=None, metadata={"help": "Static Space that shows the run's report."})
-    token: str | None = field(default=None, metadata={"help": "Write token; that of `hf auth login` by default."})
+    token: str | None = field(default=None, metadata={"help": "Write token; by default the one of `hf auth login`."})
     private: bool = field(default=False, metadata={"help": "Make a new repository private."})
 
 
@@ -379,7 +379,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"populora {__version__}")
-    parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of those below; each has --help")
+    parser.add_argument(
+        "command", choices=COMMANDS, metavar="command", help="one of the commands below; each has --help"
+    )
     # On some CPUs bitsandbytes logs at every import that another package has a faster kernel.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     given = list(sys.argv[1:] if arguments is None else arguments)

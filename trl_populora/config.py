@@ -140,7 +140,7 @@ class PopuLoRAConfig(GRPOConfig):
         member_prompts: Which prompts of a dataset the members train on. `"shared"`: all on the same ones, so that
             they can be compared. `"own"`: each on a stream of its own, in an order of its own.
         max_members: Most members that a dataset run may have at a time (`trainer.add_member`). Adapters, optimizer
-            state and metrics of so many are reserved at the start; as many as `students` when `None`.
+            state and metrics for this many members are reserved at the start. When `None`, the number of `students`.
         halve_every: Optimizer steps between two halvings of a dataset run (successive halving, arXiv 1502.07943): the
             half with the lower mean rewards since the last halving leaves. Each member that stays then gets twice as
             many prompts in a generation. `0` for none.
@@ -784,7 +784,7 @@ class PopuLoRAConfig(GRPOConfig):
             if self._given["evolve_every"] is not None:
                 raise ValueError(
                     f"{told} and `evolve_every={self.evolve_every}`: members of a pooled role do not evolve, so "
-                    "nobody is left. Set one of the two to 0."
+                    "nobody is left to evolve. Set one of the two to 0."
                 )
             self.evolve_every = 0
 

@@ -430,15 +430,15 @@ def list_lora_configs(
     if args.evolve_every and args.crossover_rate and unequal:
         raise ValueError(
             f"`crossover_rate={args.crossover_rate}`: members of unequal rank or alpha cannot be crossed. Set "
-            "`crossover_rate` to 0: then children have one parent, and its rank and alpha."
+            "`crossover_rate` to 0: then a child has one parent, and takes rank and alpha from this parent."
         )
     return list(given)
 
 
 def give_settings(population: Population, args: PopuLoRAConfig, configs: Sequence[LoraConfig]) -> None:
     """
-    Writes into the `settings` of each member of a dataset run its learning rate, which evolution may vary, and its
-    values of the options in which members differ. Ranks and alphas of `configs` are such options if they differ.
+    Fills in the `settings` of each member of a dataset run: its learning rate, which evolution may vary, and its value
+    of every option in which members differ. Rank and alpha are such options if they differ between the `configs`.
     """
     if len({(each.r, each.lora_alpha) for each in configs}) > 1:
         args.member_values["lora_r"] = [each.r for each in configs]
@@ -501,8 +501,8 @@ def check_quantised(args: PopuLoRAConfig) -> None:
         raise ValueError(f"A quantised base is not supported with {how}, which needs weights of one type. Use DDP.")
     if args.use_vllm and not args.vllm_importance_sampling_correction:
         raise ValueError(
-            "`vllm_importance_sampling_correction=False` with a quantised base: vLLM rounds the base otherwise than "
-            "the trainer, or not at all, so its samples must be weighted. Leave the option at True."
+            "`vllm_importance_sampling_correction=False` with a quantised base: vLLM rounds the base differently "
+            "from the trainer, or not at all, so its samples must be weighted. Leave the option at True."
         )
 
 

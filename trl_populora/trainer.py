@@ -167,7 +167,7 @@ class PopuLoRATrainer(HubTrainer):
     # them, and model cards name them.
     dataset_names: Sequence[str] = ()
 
-    # What one method leaves for another.
+    # What one method leaves here for another method.
     evolution: EvolutionCallback | None = None
     game: Game | None = None  # of teachers and students; `None` in a dataset run
     held_out: HeldOut | None = None  # tasks of the game's `eval_dataset`
@@ -415,7 +415,7 @@ class PopuLoRATrainer(HubTrainer):
 
         Args:
             resume_from_checkpoint: A checkpoint's path, as in `Trainer`. `True` takes the newest whole checkpoint;
-                `"newest"` does so, too, and starts afresh where there is none.
+                `"newest"` takes it, too, but starts afresh if there is none.
 
         Raises:
             `ValueError`: If another process trains in `output_dir`, if a run lies there that is not resumed, or if the
@@ -517,7 +517,7 @@ class PopuLoRATrainer(HubTrainer):
             metric_key_prefix: Starts every key.
 
         Returns:
-            `dict[str, float]`: In a dataset run TRL's figures and those of each member, in the game those of
+            `dict[str, float]`: In a dataset run TRL's figures, and figures of each member. In the game the figures of
             [`~trl_populora.evaluate.held_out.HeldOut.measure`].
 
         Raises:
@@ -670,7 +670,7 @@ class PopuLoRATrainer(HubTrainer):
         return MemberSampler(streams, rows * self.num_generations_eval, held)
 
     def _name_members(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Puts the names of members in place of those of seats, and drops the rows of empty seats."""
+        """Replaces the seat's name in each row by its member's name, and drops the rows of empty seats."""
         if self.halving is not None and self.model.training:
             # The members that are left share all rows, in the order in which `HalvingSampler` deals them.
             names = self.population.names
@@ -951,8 +951,8 @@ class PopuLoRATrainer(HubTrainer):
         def log_probs(model, ids, mask, length, **kwargs):
             found = layout.log_probs(partial(compute, **kwargs), scored, ids, mask, length, self.scorer.sharing)
             if any(betas):
-                # Some rows are their own reference, so that their KL term and its gradient are 0: those of members
-                # without a KL term, and always filler rows, whose prompt is masked and whose KL might be infinite.
+                # Rows of members without a KL term become their own reference, so that their KL term and its gradient
+                # are 0. So do all filler rows: their prompt is masked, and their KL might be infinite.
                 free = torch.tensor([beta == 0 for beta in betas], device=inputs["member"].device)
                 own = (inputs["pack"] < 0) | free[inputs["member"]]
                 inputs["ref_per_token_logps"][own] = found[0].detach()[own]
