@@ -672,7 +672,7 @@ class PopuLoRATrainer(HubTrainer):
     def _name_members(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Replaces the seat's name in each row by its member's name, and drops the rows of empty seats."""
         if self.halving is not None and self.model.training:
-            # The members that are left share all rows, in the order in which `HalvingSampler` deals them.
+            # The members that remain share all rows, in the order in which `HalvingSampler` deals them.
             names = self.population.names
             return [row | {MEMBER: names[place * len(names) // len(rows)]} for place, row in enumerate(rows)]
         seats = self.population.seats
@@ -1170,7 +1170,7 @@ class PopuLoRATrainer(HubTrainer):
         self._note_lineage(event | {"parents": [], "seat": adapter})
 
     def _check_membership(self, method: str) -> None:
-        """Refuses a change of the members where or when there can be none."""
+        """Refuses to add or remove a member if this run, or the present moment, does not allow it."""
         sharded = "DeepSpeed" if self.is_deepspeed_enabled else "FSDP" if self.is_fsdp_enabled else ""
         if self.game is not None or self.halving is not None or sharded:
             why = f"with {sharded}, which updates and shards all adapters together"
