@@ -144,7 +144,9 @@ def test_recipes_are_listed_with_their_first_line(capsys):
     root = Path(__file__).parent.parent / "recipes"
     assert [line.split()[0] for line in listed] == sorted(str(path.relative_to(root)) for path in root.rglob("*.yaml"))
     assert "tiny/quickstart.yaml" + " " * 27 + "2 teachers + 2 students on the embedded base" in "\n".join(listed)
-    assert last == "`populora recipes DIRECTORY` copies them; there it is `populora train --config recipes/<name>`."
+    assert (
+        last == "`populora recipes DIRECTORY` copies them; start one there: `populora train --config recipes/<name>`."
+    )
 
 
 def test_recipes_are_copied_beside_nothing_of_their_name(tmp_path):

@@ -225,7 +225,7 @@ class TestRefused:
             ({"num_iterations": 3, "evolve_every": 0}, "`pool_every=4` must be a multiple of `num_iterations=3`"),
             (
                 {"pool": "both", "evolve_every": 10},
-                r"`pool='both'` and `evolve_every=10`: members of a pooled role do not evolve, so nobody is left.",
+                r"`pool='both'` and `evolve_every=10`: members of a pooled role do not evolve, so nobody is left to",
             ),
             ({"evolve_every": 5, "teacher_learning_rate": 0.0}, "and `evolve_every=5`: members of a pooled role"),
             ({"pool_every": 0, "pool": "both"}, "`pool='both'` pools nobody without `pool_every`"),

@@ -330,7 +330,7 @@ def test_a_solved_task_that_is_held_out_is_refused(make_args, roomy_base, lora, 
     [
         ("model.gguf", ["model.gguf"], "is a GGUF file. .*cannot be trained.*gguf_file='model.gguf'"),
         ("", ["model.gguf"], "has GGUF files and no `config.json`"),
-        ("nowhere/at-all", [], "is no directory here, and the Hub has no such model in reach"),
+        ("nowhere/at-all", [], "is no directory here, and no such model was found on the Hub"),
         ("", ["notes.txt"], "is a directory, but no model .it has no config.json"),
     ],
 )

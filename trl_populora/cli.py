@@ -48,7 +48,7 @@ class TrainArguments:
             "nargs": "?",
             "const": "newest",
             "metavar": "CHECKPOINT",
-            "help": "Go on from this checkpoint; without a value from the newest whole one in output_dir.",
+            "help": "Go on from this checkpoint; without a value, from the newest whole one in output_dir.",
         },
     )
 
@@ -63,7 +63,7 @@ class RecipesArguments:
 
     out: str | None = field(
         default=None,
-        metadata={"help": "Directory that gets recipes/ and accelerate_configs/; else recipes are listed."},
+        metadata={"help": "Directory to copy recipes/ and accelerate_configs/ to. Without it the recipes are listed."},
     )
 
 
@@ -77,7 +77,7 @@ class PushArguments:
     )
     archive_repo: str | None = field(default=None, metadata={"help": "Dataset repository for the run's task archive."})
     space: str | None = field(default=None, metadata={"help": "Static Space that shows the run's report."})
-    token: str | None = field(default=None, metadata={"help": "Write token; that of `hf auth login` by default."})
+    token: str | None = field(default=None, metadata={"help": "Write token; by default the one of `hf auth login`."})
     private: bool = field(default=False, metadata={"help": "Make a new repository private."})
 
 
@@ -96,7 +96,8 @@ class ReportArguments:
     out: str | None = field(
         default=None,
         metadata={
-            "help": "Directory for report.html and plots/; by default the run's, or for a Hub name a new one here."
+            "help": "Directory for report.html and plots/. By default the run's own directory or, for a Hub name, a "
+            "directory of the population's name in the current one."
         },
     )
 
@@ -107,7 +108,7 @@ class CheckKindArguments:
 
     kind: str = field(metadata={"help": "A class as package.module:Class, or the name of one of the package's kinds."})
     tasks: str | None = field(
-        default=None, metadata={"help": "Tasks to show and to run: a file or a Hub dataset; by default shipped ones."}
+        default=None, metadata={"help": "Tasks to show and to run: a file or a Hub dataset; by default the package's."}
     )
 
 
@@ -253,14 +254,14 @@ def recipes(arguments: Sequence[str]) -> None:
     if options.out is None:
         for name, title in list_recipes().items():
             _say(f"{name:<46} {title}")
-        _say("`populora recipes DIRECTORY` copies them; there it is `populora train --config recipes/<name>`.")
+        _say("`populora recipes DIRECTORY` copies them; start one there: `populora train --config recipes/<name>`.")
     else:
         copy_recipes(options.out)
         _say(f"Recipes and accelerate configs copied to {options.out}; recipes/README.md explains them.")
 
 
 def report(arguments: Sequence[str]) -> None:
-    """Draws the pictures of a run, also of one in progress, and writes report.html."""
+    """Draws the pictures of a run, finished or in progress, and writes report.html."""
     from trl_populora.report.page import write_report
     from trl_populora.report.plots import plot_run
 
@@ -378,7 +379,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"populora {__version__}")
-    parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of those below; each has --help")
+    parser.add_argument(
+        "command", choices=COMMANDS, metavar="command", help="one of the commands below; each has --help"
+    )
     # On some CPUs bitsandbytes logs at every import that another package has a faster kernel.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -450,7 +453,10 @@ def _parse_known(parser: typing.Any, command: str, arguments: Sequence[str]) -> 
 
 
 def _describe_unknown(unknown: Sequence[str], known: Sequence[str], arguments: Sequence[str]) -> str:
-    """Says which words are no option, on which line of the recipe the first stands, and which option is meant."""
+    """
+    Says which words are no option, which option was probably meant, and, if the first of them comes from a recipe, on
+    which line.
+    """
     name = unknown[0].lstrip("-").partition("=")[0]
     near = difflib.get_close_matches(f"--{name}", known, n=1)
     hint = f" Did you mean `{near[0][2:]}`?" if near else ""

@@ -1,8 +1,8 @@
 """Every setting of a run.
 
 There are two sorts of run. In the *game* teachers propose tasks. In a *dataset run* all members train on the prompts
-of a dataset. The dataset decides which it is, and the trainer knows the dataset, so a config is settled twice: for the
-game when it is made, and for a dataset run by [`settle_for_prompts`].
+of a dataset. The dataset decides the sort of run, and a config does not know the dataset. So a new config is settled
+for the game, and if the trainer then finds prompts, [`settle_for_prompts`] settles it for a dataset run.
 
 In the order of reading:
 
@@ -11,8 +11,9 @@ In the order of reading:
 3. `StepSize`: how many rows a step has, and whether groups, processes and micro-batches divide them.
 4. `MemberConfig`: what a command line says about base and adapters.
 
-Where a default comes from: "paper" is PopuLoRA itself (arXiv 2605.16727), "second hand" what digests say of it, "AZR"
-Absolute Zero Reasoner (arXiv 2505.03335). `docs/paper.md` has all of it, statement by statement.
+Three words name the source of a default: "paper" is the PopuLoRA paper (arXiv 2605.16727), "second hand" is what
+summaries by others say of that paper, and "AZR" is Absolute Zero Reasoner (arXiv 2505.03335). `docs/paper.md` goes
+through the paper statement by statement.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ PROMPT_DEFAULTS = {"router_aux_loss_coef": 0.0, "teachers": 0, "evolve_every": 0
 MEMBER_PROMPTS = ("shared", "own")
 # TRL's options that a dataset run may give as a list with one value for each member.
 MEMBER_OPTIONS = ("learning_rate", "beta", "epsilon", "temperature", "seed")
-# Options of dataset runs alone, with the values that they keep in the game.
+# Options of dataset runs alone, with their defaults. The game refuses any other value.
 PROMPT_OPTIONS = {"member_prompts": "shared", "max_members": None, "halve_every": 0, "hyperparameter_noise": 0.0}
 
 # The options of this package that a dataset run reads. All others belong to the game.
@@ -101,7 +102,7 @@ _SEVERAL = {"nargs": "+", "action": OneOrMore}  # for argparse: one value, or on
 def _member_option(name: str) -> Any:
     """Makes TRL's field of this name, which may also be a list with one value for each member."""
     inherited = GRPOConfig.__dataclass_fields__[name]
-    text = f"{inherited.metadata.get('help', '')} In a dataset run a list has one value for each member."
+    text = f"{inherited.metadata.get('help', '')} In a dataset run it may be a list, with one value for each member."
     return field(default=inherited.default, metadata={"help": text, **_SEVERAL})
 
 
@@ -122,15 +123,15 @@ class PopuLoRAConfig(GRPOConfig):
     r"""
     Configuration of [`PopuLoRATrainer`].
 
-    It has all options of [`~trl.GRPOConfig`]. If `train_dataset` has a column `prompt`, it is a *dataset run*: these
-    options mean what they mean in TRL, for each member, and those left alone have TRL's defaults. Of the options that
-    this class adds, a dataset run reads those of members, evolution, generation and records
-    (`docs/guides/prompts.md` lists them).
+    It has all options of [`~trl.GRPOConfig`]. If `train_dataset` has a column `prompt`, the run is a *dataset run*.
+    There TRL's options mean for each member what they mean in TRL, and options that you do not set have TRL's
+    defaults. Of the options that this class adds, a dataset run reads those of members, evolution, generation and
+    records (`docs/guides/prompts.md` lists them).
 
-    Everything else is the *game*, and there the batch follows from the population: with teachers and without `replay`
-    one population step has `teachers * proposals_per_teacher * (1 + attempts_per_task)` rows. So the config derives
-    `generation_batch_size`, `steps_per_generation` and `gradient_accumulation_steps`; leave them unset. Choose only
-    `per_device_train_batch_size`: times the number of processes it must divide the number of rows.
+    Every other run is the *game*. There the number of rows follows from the population: with teachers and without
+    `replay` one population step has `teachers * proposals_per_teacher * (1 + attempts_per_task)` rows. So the config
+    derives `generation_batch_size`, `steps_per_generation` and `gradient_accumulation_steps`; leave them unset. Choose
+    only `per_device_train_batch_size`: times the number of processes it must divide the number of rows.
 
     Args:
         teachers, students: Number of adapters of each role. When `teachers` is `None`, 4 in the game (paper) and none
@@ -139,15 +140,15 @@ class PopuLoRAConfig(GRPOConfig):
         member_prompts: Which prompts of a dataset the members train on. `"shared"`: all on the same ones, so that
             they can be compared. `"own"`: each on a stream of its own, in an order of its own.
         max_members: Most members that a dataset run may have at a time (`trainer.add_member`). Adapters, optimizer
-            state and metrics of so many are reserved at the start; as many as `students` when `None`.
+            state and metrics for this many members are reserved at the start. When `None`, the number of `students`.
         halve_every: Optimizer steps between two halvings of a dataset run (successive halving, arXiv 1502.07943): the
             half with the lower mean rewards since the last halving leaves. Each member that stays then gets twice as
             many prompts in a generation. `0` for none.
         single_agent: One adapter plays both roles (AZR); `teachers` and `students` become 1. A step then has the rows
             of one match.
-        warm_start: Directory or Hub name of a saved population to start from, with the same base and adapter shape and
-            any number of members. Or ordinary LoRA adapters of at most the members' rank: one for all members, a list
-            with one for each (teachers first), or one for a role, `{"student": "runs/sft"}`.
+        warm_start: Directory or Hub name of a saved population to start from. It may have any number of members, but
+            must have the same base and adapter shape. Or ordinary LoRA adapters of at most the members' rank: one for
+            all members, a list with one for each (teachers first), or one for a role, `{"student": "runs/sft"}`.
 
         task_kinds: Kinds of task that teachers propose, in rotation (AZR's three). Name a kind of your own as
             `"package.module:Class"`.
@@ -169,54 +170,57 @@ class PopuLoRAConfig(GRPOConfig):
             on.
         archive_size: Tasks kept of each kind. The newest stay (AZR's buffer size; AZR keeps the oldest).
         replay: Share of replayed archived tasks among the tasks that a student attempts. No teacher is paid for a
-            replayed task, and ratings ignore it.
+            replayed task, and ratings ignore replayed tasks.
 
         matchmaking: `"pfsp"` prefers pairs whose TrueSkill win probability p is near one half. `"uniform"` pairs at
             random. Or a function of your own, `"module:function"`, from a student and a teacher to the pair's weight.
         pfsp_kappa: Exponent of the weight (p(1-p))^kappa (second hand: 1; ours: 2, by `benchmarks/ratings.py`).
         ratings: What ratings follow: the `"scores"` of matches (ours, by `benchmarks/ratings.py`); or who won them, by
-            TrueSkill's own update, `"trueskill"` (paper; what counts as a win is ours: more than half of the shares).
+            TrueSkill's own update, `"trueskill"` (paper). Ours is the rule that a student wins if it gets more than
+            half of the points of a match.
 
         teacher_reward: Pay for a solved task (`docs/guides/reward.md`): `"guarded"` (the paper's 1 - solve rate, with
             guards of ours), `"paper"` (the printed formula without them), `"learnability"`, `"rarity"`, or a function
             of your own, `"module:function"`.
         teacher_reward_invalid: Pay for a proposal that is no task (paper).
-        teacher_reward_unsolved: Pay for a task that attempts never solve (paper), or, except with `"paper"`, no more
-            often than by guessing.
+        teacher_reward_unsolved: Pay for a task that no attempt solves (paper). The built-in pays other than `"paper"`
+            give it also for a task that attempts solve no more often than guessing would.
         student_reward: Pay for attempts: `"azr"`, or a function of your own, `"module:function"`.
         student_reward_correct: Pay for a right answer (AZR; second hand).
         student_reward_wrong: Pay for a well-formed wrong answer (AZR; second hand).
         student_reward_malformed: Pay for an answer that cannot be read (AZR; second hand).
         teacher_baseline: What a proposal's reward is compared with. `"member"`: the mean of the teacher's proposals of
             the same kind (AZR's task-relative REINFORCE++). `"group"`: the mean of the match's proposals. Or a
-            function of your own, `"module:function"`. It gets the rewards, members, kinds and groups of all teachers'
-            rows, and returns their advantages.
+            function of your own, `"module:function"`. The function gets the rewards, members, kinds and groups of all
+            teachers' rows, and returns the advantages of these rows.
         student_baseline: What an attempt's reward is compared with. `"group"`: the mean of the attempts at one task
             (GRPO). `"member"`: the mean of the student's attempts at tasks of the same kind. Or a function of your
             own, as for `teacher_baseline`.
         teacher_beta: `beta` for teachers alone. The KL term pulls them to the base, to keep their texts readable.
         teacher_learning_rate: Learning rate of the teachers; the students' when `None`. The logged `learning_rate` is
-            the teachers'. Where it is set, a role with rate `0` is frozen: neither updates nor evolution change it.
+            the teachers'. If this option is set, `0` here freezes the teachers and `learning_rate=0` the students:
+            neither updates nor evolution change them.
 
         sandbox_workers: Cores that programs may fill on a node, shared out among its processes; all usable ones when
             `None`.
-        sandbox_seconds: CPU seconds that one run of a program may use. A built-in kind's proposal may use half of
-            them, because the program runs again in the attempts and may need more beside other work. AZR allows 10
-            seconds by the clock.
+        sandbox_seconds: CPU seconds that one run of a program may use. A proposal of a built-in kind may use half of
+            them: its program runs again when attempts are checked, and other work may then make it slower. AZR allows
+            10 seconds by the clock.
         sandbox_memory_mb: Memory limit of one run of a program, in MiB.
-        determinism_runs: How often a proposal runs, each time with another hash seed. All runs must agree (AZR: 2).
+        determinism_runs: How often a proposal runs, each time with another hash seed. All runs must give the same
+            outputs (AZR: 2).
         sandbox_allow_weak: Train although this host offers no kernel confinement. Only for hosts that hold nothing of
             value.
 
         evolve_every: Optimizer steps between two evolution events. `0` switches evolution off. When `None`, 10 in the
-            game (second hand), and 0 in a dataset run and where pooling leaves nobody to evolve.
+            game (second hand) and 0 in a dataset run; also 0 if pooling leaves no role that can evolve.
         evolve_burn_in: Matches that a member must have played before it may be replaced.
         cull_fraction: Share of each role that an event may replace, but at least one member; `0` replaces nobody
             (second hand).
         crossover_rate: Probability that a child has two parents, if its role has several survivors (second hand).
         tournament_size: Survivors drawn for each parent; the one with the highest mu becomes the parent.
         mutations, crossovers: Weights of the operators by name; name your own as `"module:function"`. When `None`, the
-            four of each sort that digests list (second hand), with equal weights.
+            four mutations and four crossovers that summaries of the paper list (second hand), with equal weights.
         mutation_strength: Factor on the strength of every mutation operator: 1 as published; with 0.5 children are
             nearer to the parent.
         hyperparameter_noise: In a dataset run a child's learning rate is its parent's times exp(s * z), where s is
@@ -231,13 +235,13 @@ class PopuLoRAConfig(GRPOConfig):
             `per_device_eval_batch_size` rows at once.
 
         generation_tokens: Most tokens, prompts included, that a process holds in the cache of keys and values at
-            once. Only without vLLM.
+            once. vLLM does not read it.
         vllm_engine_kwargs: Further arguments of vLLM's `LLM` in colocate mode, for example `{"enforce_eager": true}`.
             TRL's `vllm_*` settings hold too. The engine computes in the trainer's precision unless `dtype` is
             given.
-        vllm_adapter_dir: Directory for published adapters that the trainer and every vLLM server see. When `None`,
-            shared memory, or `output_dir` if a server sits on another host or memory is short. Not for colocated
-            engines.
+        vllm_adapter_dir: Directory for published adapters; the trainer and every vLLM server must see it. When `None`,
+            shared memory, or `output_dir` if a server runs on another host or shared memory is too small. Colocated
+            engines do not use it.
 
         save_rollouts: Write every row to `rollouts/step_*.parquet`.
         own_metrics: Functions of your own, `"module:function"`, that compute further metrics. Each gets the
@@ -263,13 +267,13 @@ class PopuLoRAConfig(GRPOConfig):
     max_steps: int = _option(
         None,
         "Optimizer steps. When None, 200 in the game, where `num_iterations` of them are a population step (second "
-        "hand: 200); in a dataset run `num_train_epochs` counts.",
+        "hand: 200); in a dataset run `num_train_epochs` decides the length.",
     )
     learning_rate: float = field(
         default=None,  # type: ignore[assignment]
         metadata={
             "help": "When None, 1e-5 in the game (AZR's 1e-6 for full weights, times 10 for LoRA), else TRL's 1e-6. "
-            "In a dataset run a list has one value for each member.",
+            "In a dataset run it may be a list, with one value for each member.",
             **_SEVERAL,
         },
     )
@@ -278,16 +282,20 @@ class PopuLoRAConfig(GRPOConfig):
     temperature: float = _member_option("temperature")
     seed: int = _member_option("seed")
     lr_scheduler_type: str = _option(
-        None, "When None, 'constant' in the game (AZR: constant; children need it flat), else TRL's 'linear'."
+        None,
+        "When None, 'constant' in the game (as AZR; a child born late needs a rate that has not decayed), else TRL's "
+        "'linear'.",
     )
     logging_steps: float = _option(
         None, "Optimizer steps from one log to the next. When None, 1 in the game, else TRL's 10."
     )
     max_completion_length: int | None = _option(
-        None, "Tokens per proposal or attempt. When None, 2048 in the game, else TRL's 512."
+        None, "Most tokens of a proposal or attempt. When None, 2048 in the game, else TRL's 512."
     )
     num_generations: int | None = _option(None, "Another name for `attempts_per_task`. When None, 8.")
-    router_aux_loss_coef: float | None = _option(None, "Must be 0, which None means: this loss would couple members.")
+    router_aux_loss_coef: float | None = _option(
+        None, "Must be 0 or None (which means 0): this loss balances experts over all members' tokens."
+    )
 
     # Population
     teachers: int = None  # type: ignore[assignment]  # a number once the config is settled
@@ -371,8 +379,8 @@ class PopuLoRAConfig(GRPOConfig):
         try:
             self._settle_for_game()
         except ValueError as error:
-            # These settings make no game. They may make a dataset run, and only the trainer knows the dataset. So the
-            # error is kept for later if they make one and no option of the game is set.
+            # These settings make no game, but they may make a dataset run, and only the trainer knows the dataset. If
+            # they make a dataset run and set no option of the game, `for_game` raises this error, if it is ever asked.
             if self._list_game_options():
                 raise
             lists = any(isinstance(self._given[name], (list, tuple)) for name in MEMBER_OPTIONS)
@@ -384,7 +392,8 @@ class PopuLoRAConfig(GRPOConfig):
             if not self._fits_prompts():
                 raise
             self._no_game = error
-        # `for_prompts` compares with these: what a user sets on the finished config counts as given, too.
+        # `for_prompts` compares the options with these values: an option that a user changes on the finished config
+        # counts as given, too.
         self._settled = {each.name: getattr(self, each.name) for each in fields(self)}
 
     def _fits_prompts(self) -> bool:
@@ -413,7 +422,7 @@ class PopuLoRAConfig(GRPOConfig):
                 if getattr(self, name) is not None:
                     raise ValueError(
                         f"`{name}` is set, and so is `single_agent`. A single agent has one adapter for both roles, "
-                        f"so its teacher cannot have a value apart. Leave `{name}` out."
+                        f"so its teacher cannot have a value of its own. Leave `{name}` out."
                     )
             self.teachers = self.students = 1
         self._check_rooms()
@@ -422,8 +431,8 @@ class PopuLoRAConfig(GRPOConfig):
         self._check_game()
         self._check_rewards()
         self._derive_game_batch()
-        # TRL checks that `num_generations_eval` divides the evaluation batch. Here this batch may have any size, which
-        # 1 divides.
+        # TRL demands that `num_generations_eval` divides the evaluation batch. Here an evaluation batch of any size is
+        # fine, so TRL sees 1 while it checks.
         self.num_generations_eval = 1
         self._settle_with_trl()
         check_texts(self.prompt_texts or {})
@@ -442,8 +451,8 @@ class PopuLoRAConfig(GRPOConfig):
 
     def _derive_game_batch(self) -> None:
         """Derives the numbers of rows and micro-batches of a step of the game."""
-        # What follows from the population is derived. A value that is neither the default nor the derived one is
-        # refused, and `steps_per_generation` with any value.
+        # These options follow from the population. A user's value is refused unless it equals the default or the
+        # derived value; for `steps_per_generation` every value is refused.
         rows = self.rows_per_step
         if self.generation_batch_size not in (None, rows) or self.steps_per_generation is not None:
             raise ValueError(
@@ -475,8 +484,8 @@ class PopuLoRAConfig(GRPOConfig):
         for name in ("dispatch_batches", "split_batches"):
             if getattr(self.accelerator_config, name):
                 raise ValueError(
-                    f"`accelerator_config` has `{name}`: each process knows its rows by their number, and accelerate "
-                    "would deal them anew. Leave it out."
+                    f"`accelerator_config` has `{name}`: each process finds its rows by their place in the batch, and "
+                    "accelerate would deal the rows to the processes in another way. Leave it out."
                 )
 
     def _list_game_options(self) -> list[str]:
@@ -544,12 +553,14 @@ class PopuLoRAConfig(GRPOConfig):
             if getattr(self, name) % self.optimizer_steps_per_generation:
                 raise ValueError(
                     f"`{name}={getattr(self, name)}` must be a multiple of the {self.optimizer_steps_per_generation} "
-                    "optimizer steps of a generation, or members would be trained on rows that others wrote."
+                    "optimizer steps of a generation. Otherwise members would change while rows that they wrote "
+                    "before still wait for an update."
                 )
         if self.halve_every and self.gradient_accumulation_steps > self.steps_per_generation:
             raise ValueError(
                 f"`halve_every={self.halve_every}`: an optimizer step takes the rows of several generations here, and "
-                "halving needs whole ones. Lower `gradient_accumulation_steps` or raise `steps_per_generation`."
+                "a halving must come between two generations. Lower `gradient_accumulation_steps` or raise "
+                "`steps_per_generation`."
             )
 
     def _settle_seats(self) -> None:
@@ -579,13 +590,14 @@ class PopuLoRAConfig(GRPOConfig):
         if not 0 < self.halve_every < self.max_steps:
             raise ValueError(
                 f"`halve_every={self.halve_every}` needs a larger `max_steps`, got {self.max_steps}: the first "
-                "halving comes after that many optimizer steps, and the run must go on. Epochs cannot replace it: "
-                f"members that stay get twice as many rows. {self.students} members are down to one after "
+                f"halving comes after {self.halve_every} optimizer steps, and the run must go on after it. Epochs "
+                "cannot replace `max_steps`, because members that stay get twice as many rows. "
+                f"{self.students} members are down to one after "
                 f"{(self.students.bit_length() - 1) * self.halve_every} optimizer steps."
             )
 
     def _take_lists(self) -> dict[str, list[Any]]:
-        """Takes the options that have a list with one value per member, and puts the first value in its place."""
+        """Returns the options given as lists, and sets each of them to the first value of its list."""
         lists = {}
         for name in MEMBER_OPTIONS:
             if isinstance(value := getattr(self, name), (list, tuple)):
@@ -604,13 +616,14 @@ class PopuLoRAConfig(GRPOConfig):
 
     def _multiply_by_members(self) -> None:
         """
-        Makes a generation and an optimizer step hold the rows of all seats, each as many as TRL would take.
+        Makes a generation and an optimizer step hold the rows of all seats. Each seat has as many rows in them as TRL
+        would have with its one adapter.
 
         A micro-batch keeps `per_device_train_batch_size` rows.
 
         Raises:
-            `ValueError`: If TRL would refuse the numbers, or if an optimizer step is no whole part of a generation or
-                the other way round.
+            `ValueError`: If TRL would refuse the numbers, or if neither a generation is a multiple of an optimizer
+                step nor an optimizer step a multiple of a generation.
         """
         assert self.num_generations is not None, "`_check_numbers` sets it"
         size, accumulation = self.per_device_train_batch_size * _count_processes(), self.gradient_accumulation_steps
@@ -643,7 +656,7 @@ class PopuLoRAConfig(GRPOConfig):
 
     @property
     def seats(self) -> int:
-        """Adapters that the run has from its start to its end."""
+        """Number of the adapters that the run has from its start to its end."""
         return 1 if self.single_agent else self.max_members or self.teachers + self.students
 
     @property
@@ -670,9 +683,11 @@ class PopuLoRAConfig(GRPOConfig):
         return room(**{name: getattr(self, name) for name in names}, **further)
 
     def _check_numbers(self):
-        """Refuses values that are no numbers where numbers belong, and numbers out of bounds. Settles the attempts."""
+        """
+        Refuses values that are no numbers where numbers belong, and numbers out of bounds. Sets `attempts_per_task`.
+        """
         if self.max_grad_norm is None:
-            self.max_grad_norm = 0.0  # also means "do not clip", and transformers compares the value with 0
+            self.max_grad_norm = 0.0  # means "do not clip" like None, which transformers could not compare with 0
         if self.attempts_per_task is None:  # TRL's name for it may be given instead
             self.attempts_per_task = 8 if self.num_generations is None else self.num_generations
         check_numbers(self)
@@ -736,8 +751,8 @@ class PopuLoRAConfig(GRPOConfig):
         for name in ("evolve_every", "pool_every"):
             if getattr(self, name) % self.num_iterations:
                 raise ValueError(
-                    f"`{name}={getattr(self, name)}` must be a multiple of `num_iterations={self.num_iterations}`, or "
-                    "members would be trained on rows that others wrote."
+                    f"`{name}={getattr(self, name)}` must be a multiple of `num_iterations={self.num_iterations}`. "
+                    "Otherwise members would change while rows that they wrote before still wait for an update."
                 )
         if not self.teachers:
             check_no_teachers(vars(self), self.__dataclass_fields__)
@@ -752,8 +767,8 @@ class PopuLoRAConfig(GRPOConfig):
         if not self.pool_every:
             if self.pool != POOLS[0]:
                 raise ValueError(
-                    f"`pool={self.pool!r}` pools nobody without `pool_every`. Set that to a number of optimizer "
-                    "steps, or leave `pool` out."
+                    f"`pool={self.pool!r}` pools nobody without `pool_every`. Set `pool_every` to a number of "
+                    "optimizer steps, or leave `pool` out."
                 )
             return
         counts = {role: getattr(self, f"{role}s") for role in ROLES}
@@ -769,7 +784,7 @@ class PopuLoRAConfig(GRPOConfig):
             if self._given["evolve_every"] is not None:
                 raise ValueError(
                     f"{told} and `evolve_every={self.evolve_every}`: members of a pooled role do not evolve, so "
-                    "nobody is left. Set one of the two to 0."
+                    "nobody is left to evolve. Set one of the two to 0."
                 )
             self.evolve_every = 0
 
@@ -794,8 +809,8 @@ class PopuLoRAConfig(GRPOConfig):
 
     def _check_rewards(self):
         """Refuses rules that do not exist, and numbers that a user's own rule would not read."""
-        # The third text is how the names of the options begin that only the package's own rules read. Baselines read
-        # no option: no name begins with "-".
+        # Only the package's own rules read the options whose names begin with the third text. No option is read by
+        # baselines alone, and no name begins with "-".
         for option, named, numbers in (
             ("teacher_reward", PAY, "teacher_reward_"),
             ("student_reward", STUDENT_PAY, "student_reward_"),
@@ -829,8 +844,8 @@ def settle_for_prompts(args: GRPOConfig) -> PopuLoRAConfig:
     Returns the config of a dataset run.
 
     Args:
-        args: A [`PopuLoRAConfig`], or TRL's own config: its values stay, and the options of a population have their
-            defaults.
+        args: A [`PopuLoRAConfig`], or TRL's own config. Values of TRL's config stay, and the options that only a
+            `PopuLoRAConfig` has get their defaults.
 
     Raises:
         `ValueError`: If these settings do not make a dataset run.
@@ -841,7 +856,8 @@ def settle_for_prompts(args: GRPOConfig) -> PopuLoRAConfig:
     known = {each.name: each for each in fields(PopuLoRAConfig)}
     settled = object.__new__(PopuLoRAConfig)
     own = {name: _make_default(each) for name, each in known.items() if name not in given and each.init}
-    # TRL has derived one from the other, and would refuse both.
+    # TRL's config has derived `generation_batch_size` from `steps_per_generation` or the other way round, and a
+    # config that sets both is refused.
     given["generation_batch_size"] = None
     settled.__dict__.update(own, **{name: value for name, value in given.items() if name in known})
     settled.__dict__.update(_given=dict(vars(settled)), _settled={}, _no_game=None, member_values={})
@@ -920,7 +936,8 @@ class StepSize:
 
     def check_groups(self, world: int) -> None:
         """
-        Checks that TRL can cut its generation batch, one row for each proposal, into groups of `attempts_per_task`.
+        Checks that TRL can cut its generation batch into groups of `attempts_per_task` rows. The attempts at a task
+        are such a group, so only the number of the proposals can fail to fit.
 
         Raises:
             `ValueError`: If it cannot; the message names settings that work with `world` processes.
@@ -995,11 +1012,11 @@ class MemberConfig(ModelConfig):
     lora_dropout: float = field(default=0.0, metadata={"help": "Always 0: dropout is not supported."})
     lora_r: int = field(
         default=16,
-        metadata={"help": "LoRA rank. In a dataset run a list has one value for each member.", **_SEVERAL},
+        metadata={"help": "LoRA rank. In a dataset run it may be a list, one value for each member.", **_SEVERAL},
     )
     lora_alpha: int = field(
         default=32,
-        metadata={"help": "LoRA alpha. In a dataset run a list has one value for each member.", **_SEVERAL},
+        metadata={"help": "LoRA alpha. In a dataset run it may be a list, one value for each member.", **_SEVERAL},
     )
 
     def __post_init__(self):
@@ -1010,7 +1027,7 @@ class MemberConfig(ModelConfig):
             if not values:
                 raise ValueError(f"`{name}` is an empty list: list one value for each member, or give one for all.")
             setattr(self, name, values[0])
-        check_numbers(self)  # a list in a recipe passes TRL's parser as it is
+        check_numbers(self)  # TRL's parser accepts a list in a recipe for any option
         for name, values in self.member_values.items():
             for value in (*values, values[0]):  # the first value comes again at the end, so that it stays set
                 setattr(self, name, value)
@@ -1031,7 +1048,8 @@ def member_lora(model: ModelConfig) -> LoraConfig:
         raise ValueError("`use_peft=False` is not supported: every member is a LoRA adapter. Leave it at True.")
     if lora.target_modules is None and lora.target_parameters is None:
         lora.target_modules = "all-linear"
-    # TRL makes a text of a list with one name, and PEFT takes a text for a pattern that whole paths must match.
+    # TRL turns a list with one name into a text, and PEFT reads a text as a pattern that must match a module's whole
+    # path.
     if isinstance(lora.target_modules, str) and lora.target_modules.isidentifier():
         lora.target_modules = {lora.target_modules}
     return lora

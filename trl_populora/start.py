@@ -78,7 +78,7 @@ TRL_RATE = next(each.default for each in fields(GRPOConfig) if each.name == "lea
 
 def settle(args: Any, train_dataset: Any) -> PopuLoRAConfig:
     """
-    Returns the settings of the run that a dataset makes: of a dataset run if it has prompts, else of the game.
+    Returns the settings of a dataset run if `train_dataset` has prompts, else those of a game.
 
     Args:
         args: What the trainer was given. A dataset run also takes TRL's own config.
@@ -132,7 +132,7 @@ def warn_of_earlier_run(args: PopuLoRAConfig) -> None:
     """
     if args.process_index == 0 and not args.resume_from_checkpoint and find_earlier_run(args.output_dir):
         logger.warning(
-            "`output_dir=%r` holds a run. `train()` will refuse to begin another there; it goes on with "
+            "`output_dir=%r` holds a run. `train()` will refuse to begin another there; to continue the run, call "
             "`train(resume_from_checkpoint=True)`. A new run needs another `output_dir`.",
             args.output_dir,
         )
@@ -180,10 +180,10 @@ def refuse_unsupported(args: PopuLoRAConfig, unsupported: Mapping[str, Any]) -> 
     for name, changes in (("max_members", args.max_members not in (None, args.students)), ("halve_every", True)):
         if sharded and changes and (value := getattr(args, name)):
             raise ValueError(
-                f"`{name}={value}` is not supported with {sharded}, which steps and shards all adapters together: an "
-                "empty seat cannot be left out. Use DDP, or leave the option out."
+                f"`{name}={value}` is not supported with {sharded}, which updates and shards all adapters together, "
+                "so that an empty seat cannot be left out. Use DDP, or leave the option out."
             )
-    # DeepSpeed steps all parameters together. A member without a gradient would still be moved by its momentum.
+    # DeepSpeed updates all parameters together. Its momentum would move even a member that has no gradient.
     plays_all = not args.teachers or no_student_idles(args.teachers, args.students)
     if args.deepspeed_plugin is not None and not plays_all:
         fits = max(s for s in range(1, args.students) if no_student_idles(args.teachers, s))
@@ -244,8 +244,8 @@ def check_output_dir(path: str) -> None:
 
 def check_wandb(args: PopuLoRAConfig) -> None:
     """
-    Checks that W&B can be reached as a user, if the run reports to it and its caller started no W&B run. W&B itself
-    would say so when training starts.
+    Checks that W&B has a key, if the run reports to W&B and its caller started no W&B run. Without this check W&B
+    would complain only when training starts.
 
     Raises:
         `ValueError`: If W&B has no key, and nobody can be asked for one.
@@ -254,12 +254,12 @@ def check_wandb(args: PopuLoRAConfig) -> None:
         return
     import wandb
 
-    if wandb.run is not None:  # which transformers goes on with
+    if wandb.run is not None:  # transformers goes on with the caller's run
         return
     online = wandb.setup().settings.mode not in ("offline", "disabled", "dryrun")
-    with suppress(wandb.Error):  # of a refused key, or no network, W&B itself tells when training starts
+    with suppress(wandb.Error):  # a wrong key or no network: W&B itself reports them when training starts
         if online and not wandb.login(prompt=False):
-            wandb.teardown()  # or what is set after the refusal, in a notebook, would not be read
+            wandb.teardown()  # otherwise wandb would not read a setting that a notebook changes after this error
             raise ValueError(
                 "`report_to` names wandb, which has no key here. Log in once (`wandb login`), set `WANDB_API_KEY`, "
                 "keep the figures on this machine (`WANDB_MODE=offline`), or leave wandb out of `report_to`."
@@ -315,7 +315,7 @@ def _read_config(model: str | PreTrainedModel, revision: str) -> dict[str, Any]:
             raise OSError("it has no config.json")
         return PreTrainedConfig.get_config_dict(path, revision=revision)[0]
     except OSError as error:
-        found = "a directory, but no model" if here else "no directory here, and the Hub has no such model in reach"
+        found = "a directory, but no model" if here else "no directory here, and no such model was found on the Hub"
         raise ValueError(
             f"`model={model!r}` is {found} ({str(error).splitlines()[0]:.200}). Give a directory that "
             "`save_pretrained` wrote, or a Hub id."
@@ -344,8 +344,8 @@ def make_kinds(args: PopuLoRAConfig) -> dict[str, TaskKind]:
     if args.teachers and args.teacher_baseline == "member" and args.proposals_per_teacher < 4 * len(kinds):
         logger.warning(
             "`proposals_per_teacher=%d` is below 4 for each of the %d `task_kinds`. A teacher's proposal is compared "
-            "with its others of the same kind, and the mean of so few is noisy. `teacher_baseline='group'` compares "
-            "all proposals of a match.",
+            "with the mean of the teacher's proposals of the same kind, and the mean of so few is noisy. "
+            "`teacher_baseline='group'` compares it with all proposals of a match.",
             args.proposals_per_teacher,
             len(kinds),
         )
@@ -381,8 +381,8 @@ def make_default_lora() -> LoraConfig:
     """
     Makes the adapter config of the members, for a run whose user gives none.
 
-    Rank r = 32 is the paper's at second hand. Alpha = 2r and all linear layers are what PEFT and TRL advise for LoRA
-    with RL.
+    Rank r = 32 is what summaries of the paper say. Alpha = 2r and all linear layers are what PEFT and TRL advise for
+    LoRA with RL.
     """
     return LoraConfig(r=32, lora_alpha=64, target_modules="all-linear")
 
@@ -430,15 +430,15 @@ def list_lora_configs(
     if args.evolve_every and args.crossover_rate and unequal:
         raise ValueError(
             f"`crossover_rate={args.crossover_rate}`: members of unequal rank or alpha cannot be crossed. Set "
-            "`crossover_rate` to 0: then children have one parent, and its rank and alpha."
+            "`crossover_rate` to 0: then a child has one parent, and takes rank and alpha from this parent."
         )
     return list(given)
 
 
 def give_settings(population: Population, args: PopuLoRAConfig, configs: Sequence[LoraConfig]) -> None:
     """
-    Writes into the `settings` of each member of a dataset run its learning rate, which evolution may vary, and its
-    values of the options in which members differ. Ranks and alphas of `configs` are such options if they differ.
+    Fills in the `settings` of each member of a dataset run: its learning rate, which evolution may vary, and its value
+    of every option in which members differ. Rank and alpha are such options if they differ between the `configs`.
     """
     if len({(each.r, each.lora_alpha) for each in configs}) > 1:
         args.member_values["lora_r"] = [each.r for each in configs]
@@ -501,8 +501,8 @@ def check_quantised(args: PopuLoRAConfig) -> None:
         raise ValueError(f"A quantised base is not supported with {how}, which needs weights of one type. Use DDP.")
     if args.use_vllm and not args.vllm_importance_sampling_correction:
         raise ValueError(
-            "`vllm_importance_sampling_correction=False` with a quantised base: vLLM rounds the base otherwise than "
-            "the trainer, or not at all, so its samples must be weighted. Leave the option at True."
+            "`vllm_importance_sampling_correction=False` with a quantised base: vLLM rounds the base differently "
+            "from the trainer, or not at all, so its samples must be weighted. Leave the option at True."
         )
 
 
@@ -598,7 +598,7 @@ def is_zero3(args: PopuLoRAConfig) -> bool:
 
 @dataclass(frozen=True)
 class TRLInputs:
-    """What TRL's constructor gets of datasets and reward functions, named as its arguments."""
+    """The datasets and reward functions for TRL's constructor, under the names of its arguments."""
 
     reward_funcs: list
     train_dataset: Dataset
@@ -608,7 +608,11 @@ class TRLInputs:
 
 def check_reward_arguments(functions: Sequence[Any], tables: Mapping[str, Dataset]) -> None:
     """
-    Checks tables of prompts by field, and that every reward function can be called with their columns.
+    Checks tables of prompts, and that every reward function can be called with the columns of each table.
+
+    Args:
+        functions: The reward functions.
+        tables: The tables by name, as an error names them: `train_dataset`, for example.
 
     Raises:
         `TypeError`: If a table is no `datasets.Dataset`, or a function cannot be called.
@@ -621,8 +625,8 @@ def check_reward_arguments(functions: Sequence[Any], tables: Mapping[str, Datase
                 continue
             if not callable(function):
                 raise TypeError(
-                    f"`reward_funcs` holds {function!r:.80}. Give functions, or names or models of sequence "
-                    "classification."
+                    f"`reward_funcs` holds {function!r:.80}. Give functions, sequence-classification models, or names "
+                    "of such models."
                 )
             try:
                 check_arguments(function, (*table.column_names, MEMBER))
@@ -632,10 +636,10 @@ def check_reward_arguments(functions: Sequence[Any], tables: Mapping[str, Datase
 
 def check_eval_batch(args: PopuLoRAConfig, attempts: int) -> None:
     """
-    Refuses to evaluate on prompts where a batch would hold only a part of the attempts at a prompt.
+    Refuses an evaluation on prompts if some batch would hold only a part of the attempts at a prompt.
 
     Raises:
-        `ValueError`: If it would.
+        `ValueError`: If a batch would.
     """
     if args.per_device_eval_batch_size * args.world_size % attempts:
         raise ValueError(
@@ -708,8 +712,8 @@ def make_prompt_inputs(
         )
     if args.learning_rate == TRL_RATE and "learning_rate" not in args.member_values and args.process_index == 0:
         logger.warning(
-            "`learning_rate` is TRL's default, %g, which is for all weights. LoRA adapters want about ten times as "
-            "much.",
+            "`learning_rate` is TRL's default, %g, which is meant for training all weights of a model. LoRA adapters "
+            "want about ten times as much.",
             TRL_RATE,
         )
     seats = Population(args.teachers, args.students, seats=args.seats).adapters
@@ -742,8 +746,8 @@ def list_reward_functions(args: PopuLoRAConfig, extra: Any) -> list:
     """
     Lists the reward functions in TRL's order: the two built in, then the user's.
 
-    If `args.reward_weights` has one weight for each of the user's functions, it also gets a weight of 1 for each of
-    the two built in, in front. TRL reads the weights there.
+    If `args.reward_weights` has one weight for each of the user's functions, two weights of 1 are put in front of
+    them, for the two built-in functions. TRL reads `args.reward_weights`.
 
     Args:
         args: Settings of the run.
@@ -764,7 +768,7 @@ def list_reward_functions(args: PopuLoRAConfig, extra: Any) -> list:
 
 def check_reward_names(names: Sequence[str]) -> None:
     """
-    Refuses reward functions of one name, because TRL would log the mean of their figures under it.
+    Refuses two reward functions with the same name, because TRL would log one mean of both under that name.
 
     Raises:
         `ValueError`: If two have the same name, the two built-in ones included.
@@ -802,13 +806,13 @@ def read_member_settings(
     args: PopuLoRAConfig, given: Mapping[str, Any], like: Member | None, has_kl_term: bool
 ) -> dict[str, Any]:
     """
-    Reads the settings of a member that joins. Those left out are those of the member that it is like, or else those
-    with which the first member of the run began.
+    Reads the settings of a member that joins. A setting that is not given is copied from the member `like`; without
+    `like` it is the one with which the first member of the run began.
 
     Args:
         args: Settings of the run.
-        given: The settings that it is given.
-        like: The member that it is like, if any.
+        given: The settings that the joining member is given.
+        like: The member to copy from, if any.
         has_kl_term: Whether the run computes a KL term.
 
     Raises:
@@ -952,7 +956,8 @@ def check_outputs(tables: Mapping[str, Sequence[Task]], referee: Referee, player
     """
     Checks that given tasks are true: runs the programs of code kinds and compares the outputs.
 
-    `populora sandbox-check` says how many programs run per second. Collective: the ranks share the rows.
+    `populora sandbox-check` says how many programs run per second, and so how long this check takes. Collective: the
+    ranks share the rows.
 
     Args:
         tables: The tasks of each dataset, in the order of the rows, by the name of the dataset.

@@ -92,29 +92,32 @@ class PopuLoRATrainer(HubTrainer):
     what is right, and all adapters that played learn in one joint policy-gradient step. This step equals training each
     of them alone.
 
-    If `train_dataset` has a column `prompt`, it is a *dataset run* instead: there are no teachers, all members answer
-    the dataset's prompts, and your reward functions are the only rewards.
+    If `train_dataset` has a column `prompt`, the run is a *dataset run* instead: there are no teachers, all members
+    answer the dataset's prompts, and your reward functions are the only rewards.
 
     What differs from [`~trl.GRPOTrainer`]:
 
-    - `__init__` builds the population and its adapters, and in the game the game, whose two reward functions stand
-      before the user's.
+    - `__init__` builds the population and its adapters. For self-play it also builds the game, whose two reward
+      functions stand before the user's.
     - `rollout_func` (set here) plays a step, or lets the members answer the dataset's prompts, and returns the rows.
       `_calculate_rewards` returns the rewards that `_reward` or `_judge` has got before.
-    - `_get_train_sampler` and `_get_eval_sampler` deal the rows of a dataset to the members. `_generate` asks a
-      dataset run's reward functions at once.
-    - `set_initial_training_values` lets a resumed run train nothing if it had reached its last step.
-    - `_generate_and_score_completions` adds each row's member, and puts the population's advantages in TRL's place.
-    - `_prepare_inputs` cuts micro-batches as they were planned with the advantages, where TRL shuffles and splits.
+    - `get_train_dataloader`, `_get_train_sampler` and `_get_eval_sampler` deal the rows of a dataset to the members.
+      In a dataset run `_generate` asks the reward functions as soon as the completions are written.
+    - `set_initial_training_values` lets a resumed run train nothing if its checkpoint is from the last step.
+    - `_generate_and_score_completions` adds each row's member, and replaces TRL's advantages by the population's.
+    - `_prepare_inputs` cuts the micro-batches that were planned together with the advantages. TRL's own method would
+      shuffle and split the rows.
     - `_get_per_token_logps_and_entropies`, `_compute_loss` and `training_step` set and clear the route of the rows.
       Without a KL term they skip rows without advantage. Where the base allows, attempts at one task share a prompt.
     - `create_optimizer`, `_clip_grad_norm` and `_get_grad_norm` give each member a parameter group and a gradient
       norm.
     - `evaluate` and `_evaluate` let students attempt held-out tasks, or a dataset run's prompts, and
-      `_determine_best_metric` knows seats that are empty. `predict` is refused; `member` lends one member.
+      `_determine_best_metric` expects no reward of an empty seat. `predict` is refused. With `member` the model
+      answers as one member.
     - `add_member` and `remove_member` change the members of a dataset run while it trains.
-    - `train` locks `output_dir`, which belongs to one run. Ctrl-C and SIGTERM end it after the step, and it saves.
-    - `_log_metric` and `log` keep a user's own metrics apart until all names of a step are known.
+    - `train` locks `output_dir`, which belongs to one run. After Ctrl-C or SIGTERM it finishes the step and saves.
+    - `_log_metric` and `log` keep a user's own metrics under marked names until a log, when all names are known. A
+      name that another metric has is refused then.
     - `_get_output_dir` and `_save_checkpoint` write a checkpoint aside, and move it into place when it is whole.
     - `save_model` and `_save` write an ordinary PEFT directory per member, and outside of checkpoints the best student
       at the root.
@@ -127,10 +130,10 @@ class PopuLoRATrainer(HubTrainer):
         model: The base model: `"tiny"` for the embedded one, a Hub id, a path, or a loaded model without adapters.
         reward_funcs: In a dataset run, the reward functions as TRL takes them; they get all columns of the dataset and
             `member`. In the game, further ones, added to the two built-in ones; they get the columns of
-            [`~trl_populora.step.rows.Row`] up to `program`. They return `None` for rows that they do not judge.
-            `args.reward_weights`, if set, has one weight for each of them.
+            [`~trl_populora.step.rows.Row`] up to `program`. A function returns `None` for a row that it does not
+            judge. `args.reward_weights`, if set, has one weight for each function given here.
         args: Settings of the run; in a dataset run it may be TRL's `GRPOConfig`. The trainer works on a copy,
-            `trainer.args`; the caller's stay as they are.
+            `trainer.args`, and does not change the caller's object.
         train_dataset: Prompts in TRL's formats, which make it a dataset run. Or seed tasks, with the columns `kind`,
             `program`, `inputs` and `outputs`. When `None`, the package's: ordinary Python or, for
             `prompt_style="compact"`, the language of the embedded base.
@@ -164,7 +167,7 @@ class PopuLoRATrainer(HubTrainer):
     # them, and model cards name them.
     dataset_names: Sequence[str] = ()
 
-    # What one method leaves for another.
+    # What one method leaves here for another method.
     evolution: EvolutionCallback | None = None
     game: Game | None = None  # of teachers and students; `None` in a dataset run
     held_out: HeldOut | None = None  # tasks of the game's `eval_dataset`
@@ -175,8 +178,8 @@ class PopuLoRATrainer(HubTrainer):
     _asked: list[dict[str, Any]]  # the rows of the dataset that TRL's loop has given last
     _closed = False
     _reached = 0  # optimizer steps of the checkpoint that training goes on from
-    _resumed: checkpoint.RankState | None = None  # loaded with a checkpoint, until its loss is added
-    _best_step: int | None = None  # optimizer steps of the best members, once they are loaded at the end
+    _resumed: checkpoint.RankState | None = None  # from a checkpoint; kept until its loss is taken over
+    _best_step: int | None = None  # step of the best checkpoint, once it is loaded at the end
 
     def __init__(
         self,
@@ -220,16 +223,17 @@ class PopuLoRATrainer(HubTrainer):
         self.population = Population(args.teachers, args.students, args.single_agent, args.seats)
         if parts is None:
             start.give_settings(self.population, args, lora_configs)
-        # `uploads` comes before `Trainer.__init__`, which makes the repository and explains errors with it.
+        # `Trainer.__init__` makes the Hub repository, and needs `uploads` to explain the Hub's errors.
         self.router, self.uploads = Router(), push.Uploads(args)
         in_fp32 = not start.is_zero3(args)
         members = add_members(base, self.population.adapters, widest, self.router, args.seed, in_fp32)
         for member in self.population if parts is None else ():
             lora_members.set_rank(members, member.name, member.settings)
-            factors = lora_members.read_member(members, member.name)  # the factors of its own rank alone
+            # Reading keeps what belongs to the member's own rank, and writing sets the rest to 0.
+            factors = lora_members.read_member(members, member.name)
             lora_members.write_member(members, member.name, factors)
-        # Three settings are hidden from TRL's constructor. With `beta` it would copy an adapter as reference, where
-        # the frozen base is the reference. With `model_init_kwargs` it would warn that they are ignored. With
+        # Three settings are hidden from TRL's constructor. With `beta` it would copy an adapter as reference, although
+        # here the frozen base is the reference. With `model_init_kwargs` it would warn that they are ignored. With
         # `use_vllm` it would start an engine without adapters.
         hidden = start.replace_attributes(args, beta=0.0, model_init_kwargs=None, use_vllm=False)
         completions = Path(args.output_dir, "completions" if args.log_completions else "")  # TRL's folder
@@ -329,7 +333,7 @@ class PopuLoRATrainer(HubTrainer):
         known, given = self.eos_token_ids, self.args.generation_kwargs
         template_kwargs = self.chat_template_kwargs
         self.eos_token_ids = find_end_tokens(self.processing_class, known, given, template_kwargs, self._converses)
-        self._sharded = start.is_zero3(self.args) or self.is_fsdp_enabled  # ranks meet in every forward
+        self._sharded = start.is_zero3(self.args) or self.is_fsdp_enabled  # no rank can run a forward alone
         self.generation_config.update(eos_token_id=self.eos_token_ids, stop_strings=None)
         if not self.args.use_vllm:
             warn_of_unknown(given)
@@ -393,7 +397,7 @@ class PopuLoRATrainer(HubTrainer):
 
     @property
     def archive(self) -> TaskArchive | None:
-        """The tasks that were verified so far, newest kept; `None` in a dataset run."""
+        """The seed tasks and all accepted proposals, the newest of each kind; `None` in a dataset run."""
         return None if self.game is None else self.game.archive
 
     def close(self) -> None:
@@ -411,7 +415,7 @@ class PopuLoRATrainer(HubTrainer):
 
         Args:
             resume_from_checkpoint: A checkpoint's path, as in `Trainer`. `True` takes the newest whole checkpoint;
-                `"newest"` does so, too, and starts afresh where there is none.
+                `"newest"` takes it, too, but starts afresh if there is none.
 
         Raises:
             `ValueError`: If another process trains in `output_dir`, if a run lies there that is not resumed, or if the
@@ -433,7 +437,7 @@ class PopuLoRATrainer(HubTrainer):
         self._best_step = None
         self._forget_unfinished_step()
         if self.held_out is not None and self.state.global_step:
-            self.held_out.forget_rates()  # kept by step: step 1 of this training would find rates of the last one
+            self.held_out.forget_rates()  # steps are counted anew, so an old rate would pass for one of this training
         try:
             with self.directory, StopAtSignals(self):
                 found = self.directory.claim(resume_from_checkpoint)
@@ -446,7 +450,8 @@ class PopuLoRATrainer(HubTrainer):
 
     def set_initial_training_values(self, args, dataloader):
         epochs, *others, last_step = super().set_initial_training_values(args, dataloader)
-        # transformers asks for the end after a step, so it would train one more on a run that ended amid an epoch.
+        # transformers asks only after a step whether training is over. So a run that ended in the middle of an epoch
+        # would train one step more when it is resumed.
         return (epochs if self._reached < last_step else 0, *others, last_step)
 
     def _forget_unfinished_step(self) -> None:
@@ -485,7 +490,10 @@ class PopuLoRATrainer(HubTrainer):
 
     @property
     def _members_step(self) -> int:
-        """Optimizer steps of the members: after `load_best_model_at_end` those of the best, else `global_step`."""
+        """
+        Number of the optimizer steps that made the present members: `global_step`, or, after
+        `load_best_model_at_end` has loaded the best members, the step of their checkpoint.
+        """
         return self.state.global_step if self._best_step is None else self._best_step
 
     def predict(self, *args, **kwargs):
@@ -509,7 +517,7 @@ class PopuLoRATrainer(HubTrainer):
             metric_key_prefix: Starts every key.
 
         Returns:
-            `dict[str, float]`: In a dataset run TRL's figures and those of each member, in the game those of
+            `dict[str, float]`: In a dataset run TRL's figures, and figures of each member. In the game the figures of
             [`~trl_populora.evaluate.held_out.HeldOut.measure`].
 
         Raises:
@@ -626,8 +634,8 @@ class PopuLoRATrainer(HubTrainer):
         args, members = self.args, len(self.population.adapters)
         assert args.generation_batch_size is not None, "TRL sets it"
         own = args.generation_batch_size // members
-        # A seat's seed decides the order of its prompts: one order for all, or with prompts of their own one for each
-        # seat. A seat without a listed seed gets the run's seed plus its index, or the next one that is free.
+        # A seat's seed decides the order of its prompts. With shared prompts all seats have the run's seed. With
+        # `member_prompts="own"` a seat without a listed seed gets the run's seed plus its index, or the next free one.
         seeds = [args.seed] * members
         if args.member_prompts == "own":
             given = args.member_values.get("seed", [])
@@ -662,9 +670,9 @@ class PopuLoRATrainer(HubTrainer):
         return MemberSampler(streams, rows * self.num_generations_eval, held)
 
     def _name_members(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Puts the names of members in place of those of seats, and drops the rows of empty seats."""
+        """Replaces the seat's name in each row by its member's name, and drops the rows of empty seats."""
         if self.halving is not None and self.model.training:
-            # The members that are left share all rows, in the order in which `HalvingSampler` deals them.
+            # The members that remain share all rows, in the order in which `HalvingSampler` deals them.
             names = self.population.names
             return [row | {MEMBER: names[place * len(names) // len(rows)]} for place, row in enumerate(rows)]
         seats = self.population.seats
@@ -686,8 +694,8 @@ class PopuLoRATrainer(HubTrainer):
         seeds = self.args.member_values.get("seed")
         if seeds is None:
             return None
-        # transformers samples all rows with one generator, so all seeds together decide it. vLLM takes a seed per row.
-        # A seed belongs to a seat, and a child samples from its seat's. A seat without a seed takes all of them.
+        # transformers samples all rows with one generator, which the list of all seeds decides. vLLM takes a seed for
+        # each row: that of the member's seat, which a child keeps. A seat without a seed uses the whole list instead.
         by_seat = dict(enumerate(seeds)) if self.use_vllm else {}
         own = {member.name: by_seat.get(member.index, seeds) for member in self.population}
         moment = self._step if self.model.training else "evaluation"
@@ -776,7 +784,7 @@ class PopuLoRATrainer(HubTrainer):
     def _complete_whole(
         self, prompt_ids: list[list[int]], members: list[int], temperatures: list[float] | None
     ) -> list[list[int]]:
-        """Lets TRL complete the rows, those of each temperature by themselves, because its call takes one."""
+        """Lets TRL complete the rows, in one call for each temperature, because TRL's call takes one temperature."""
         if temperatures is None:
             with self.router.route_to(members):
                 return self._generate_single_turn(prompt_ids, None, {}, 1)[0]
@@ -835,7 +843,7 @@ class PopuLoRATrainer(HubTrainer):
             members = [self.population[row[MEMBER]].index for row in inputs]
             return output | {"member": torch.tensor(members, device=self.accelerator.device)}
         played, mine = self.played, self.played.local_worth
-        # TRL cuts all rows into groups of equal size, proposals too. Only a student's attempts are such groups.
+        # For this metric TRL cuts all rows into groups of equal size, proposals too. Proposals form no such groups.
         figures = {"frac_reward_zero_std": played.worth.flat}
         # TRL would count a row that is not computed as one on which vLLM and the trainer agree exactly.
         figures |= microbatch.measure_sampling(output)
@@ -848,7 +856,7 @@ class PopuLoRATrainer(HubTrainer):
             for column in ("prompt", "completion")
         }
         for column, values in ({"advantages": played.worth.advantages.tolist()} | texts).items():
-            self._logs[column].clear()  # of what TRL has just put in
+            self._logs[column].clear()  # TRL has just put its own values in
             self._logs[column].extend(values)
         if self.args.save_rollouts:
             records.write_rollouts(
@@ -864,7 +872,10 @@ class PopuLoRATrainer(HubTrainer):
         return output | {"advantages": mine.advantages, "member": mine.members, "member_factor": mine.factors}
 
     def _clear_completion_logs(self) -> None:
-        """Empties TRL's queues of completions. With empty seats a step has too few rows to push out the last one's."""
+        """
+        Empties TRL's queues of completions. With empty seats a step has too few rows to push those of the step before
+        out of the queues.
+        """
         for log in self._logs.values():
             for queue in log.values() if isinstance(log, dict) else [log]:
                 queue.clear()
@@ -926,7 +937,7 @@ class PopuLoRATrainer(HubTrainer):
         if not self.model.training:
             with self.router.route_to(inputs["member"]), self._weigh_by_member(inputs["member"]):
                 return super()._compute_loss(model, inputs)
-        # Skip a micro-batch without live rows on any rank, unless it is the last one before the optimizer step (DDP
+        # Skip a micro-batch in which no rank has a live row, unless it is the last one before the optimizer step (DDP
         # synchronises there) or DeepSpeed runs.
         if not (inputs["live"] or self.accelerator.sync_gradients or self.is_deepspeed_enabled):
             return torch.zeros((), device=self.accelerator.device, requires_grad=True)
@@ -940,8 +951,8 @@ class PopuLoRATrainer(HubTrainer):
         def log_probs(model, ids, mask, length, **kwargs):
             found = layout.log_probs(partial(compute, **kwargs), scored, ids, mask, length, self.scorer.sharing)
             if any(betas):
-                # Some rows are their own reference, so that their KL term and its gradient are 0: those of members
-                # without a KL term, and always filler rows, whose prompt is masked and whose KL might be infinite.
+                # Rows of members without a KL term become their own reference, so that their KL term and its gradient
+                # are 0. So do all filler rows: their prompt is masked, and their KL might be infinite.
                 free = torch.tensor([beta == 0 for beta in betas], device=inputs["member"].device)
                 own = (inputs["pack"] < 0) | free[inputs["member"]]
                 inputs["ref_per_token_logps"][own] = found[0].detach()[own]
@@ -958,8 +969,8 @@ class PopuLoRATrainer(HubTrainer):
             loss = super()._compute_loss(model, inputs)
         on_all_ranks = len(inputs["member"]) * self.accelerator.num_processes
         self._loss_metrics.add(told, on_all_ranks, int(inputs["live"]), int(inputs["tokens"]))
-        # Where TRL divides by rows, it takes every micro-batch to have `per_device_train_batch_size` of them. This one
-        # may have more or fewer.
+        # Where TRL divides by rows, it assumes `per_device_train_batch_size` rows in every micro-batch. This one may
+        # have more or fewer.
         by_rows = LOSS_NORMALISERS[self.loss_type] == "rows"
         return loss * (len(inputs["member"]) / self.args.per_device_train_batch_size if by_rows else 1.0)
 
@@ -968,7 +979,7 @@ class PopuLoRATrainer(HubTrainer):
         epsilons = self.population.list_values("epsilon", self.args.epsilon)
         betas = start.choose_betas(self.args, self.population)
         found: dict[str, Any] = {}
-        # Members may have come to one value that is not TRL's: children inherit, and a member may be replaced.
+        # All members may have one value that differs from TRL's: children inherit, and a member may be replaced.
         if {*betas} != {self.beta}:
             found["beta"] = PerRow(torch.tensor(betas, device=members.device)[members])
         if {*epsilons} != {self.epsilon_low}:
@@ -1039,7 +1050,7 @@ class PopuLoRATrainer(HubTrainer):
     ) -> None:
         """
         Replaces all of a member: weights, optimizer state, rating, age and version. Rows that still wait for an update
-        (`num_iterations`) are dropped, and the next step plays. Call it on every rank.
+        (`num_iterations`) are dropped, and the next optimizer step generates new ones. Call it on every rank.
 
         Args:
             name: The member's name, which the new one takes over.
@@ -1048,20 +1059,21 @@ class PopuLoRATrainer(HubTrainer):
             parents: Identities of its parents, `name@version`.
             operator: What made it.
             mu, sigma: Its TrueSkill rating.
-            settings: Values of the options in which members differ; those of the member that goes when `None`.
+            settings: Values of the options in which members differ. When `None`, the new member takes those of the
+                old one.
 
         Raises:
             `KeyError`: If there is no such member.
             `ValueError`: If keys or shapes of the factors differ from the member's, or if `sigma` is not positive.
         """
-        if not sigma > 0:  # said before anything is replaced
+        if not sigma > 0:  # refused before anything is replaced
             raise ValueError(f"`sigma` must be positive, got {sigma}.")
         adapter, member = self.population.adapter(name), self.population[name]
         settings = member.settings if settings is None else settings
         try:
             self._renew(adapter, factors, settings)
         except ValueError:
-            lora_members.set_rank(self.model_wrapped, adapter, member.settings)  # nothing has been written
+            lora_members.set_rank(self.model_wrapped, adapter, member.settings)  # the old weights are still there
             raise
         self._buffered_inputs = None
         self.population.replace(
@@ -1102,7 +1114,8 @@ class PopuLoRATrainer(HubTrainer):
             like: The member whose weights and settings it copies. Its rating has that member's mu and a larger sigma.
                 When `None`, it begins as a member does in a run without `warm_start`.
             settings: Values of its own: `learning_rate`, `epsilon`, `temperature`, and `beta` if members had one when
-                the run began. Those left out are those of `like`, or else those with which the first member began.
+                the run began. A setting that is left out is copied from `like`; without `like` it is the one with
+                which the first member began.
 
         Raises:
             `KeyError`: If there is no member `like`.
@@ -1157,10 +1170,10 @@ class PopuLoRATrainer(HubTrainer):
         self._note_lineage(event | {"parents": [], "seat": adapter})
 
     def _check_membership(self, method: str) -> None:
-        """Refuses a change of the members where or when there can be none."""
+        """Refuses to add or remove a member if this run, or the present moment, does not allow it."""
         sharded = "DeepSpeed" if self.is_deepspeed_enabled else "FSDP" if self.is_fsdp_enabled else ""
         if self.game is not None or self.halving is not None or sharded:
-            why = f"with {sharded}, which steps and shards all adapters together"
+            why = f"with {sharded}, which updates and shards all adapters together"
             if not sharded:
                 why = "with `halve_every`, which alone decides who leaves"
             if self.game is not None:
@@ -1198,7 +1211,8 @@ class PopuLoRATrainer(HubTrainer):
             super()._save_checkpoint(model, trial)
             checkpoint.save_game(unfinished, self._stateful, self.archive, self._rank_state(), self.args)
         if self.args.push_to_hub:
-            # `super()._save_checkpoint` has called this already. It did nothing then: the checkpoint was not in place.
+            # `super()._save_checkpoint` has called this method already. That call did nothing, because the checkpoint
+            # was not yet in place.
             self._push_from_checkpoint(str(root / unfinished.name))
 
     def _rank_state(self) -> checkpoint.RankState:
