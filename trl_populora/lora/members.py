@@ -159,20 +159,11 @@ def read_member(
         For each routed layer `A`, shape `[r, in]`, and `B`, shape `[out, r]`. Keys are as in [`member_parameters`].
     """
     ranks = member_ranks(model, name)
-    return {
-        key: _cut(_copy_full(parameter, dtype, device), key, ranks[key])
-        for key, parameter in member_parameters(model, name).items()
-    }
-
-
-def _cut(value: torch.Tensor, key: str, rank: int) -> torch.Tensor:
-    """Cuts a matrix to its member's rank."""
-    return (value[:rank] if ".lora_A." in key else value[:, :rank]).contiguous()
-
-
-def _fill_up(value: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Appends zeros to a matrix of the member's rank, until it has the shape of the parameter."""
-    return nn.functional.pad(value, (0, shape[1] - value.shape[1], 0, shape[0] - value.shape[0]))
+    factors = {}
+    for key, parameter in member_parameters(model, name).items():
+        whole, rank = _copy_full(parameter, dtype, device), ranks[key]
+        factors[key] = (whole[:rank] if ".lora_A." in key else whole[:, :rank]).contiguous()
+    return factors
 
 
 def adds_nothing(model: nn.Module, name: str) -> bool:
@@ -226,7 +217,9 @@ def write_member(model: nn.Module, name: str, factors: Mapping[str, torch.Tensor
         if shape != factors[key].shape:
             raise ValueError(f"{key!r} must have shape {tuple(shape)}, got {tuple(factors[key].shape)}.")
     for key, parameter in parameters.items():
-        _write_parameter(parameter, _fill_up(factors[key], shapes[key]))
+        # Zeros fill up a matrix whose rank is lower than the parameter's.
+        missing = [whole - given for whole, given in zip(shapes[key], factors[key].shape, strict=True)]
+        _write_parameter(parameter, nn.functional.pad(factors[key], (0, missing[1], 0, missing[0])))
 
 
 def _write_parameter(parameter: nn.Parameter, value: torch.Tensor) -> None:

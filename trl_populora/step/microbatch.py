@@ -303,7 +303,10 @@ def _empty(batch: Batch, rows: torch.Tensor) -> Batch:
 
 
 def _rows_of(batch: Batch, rows: torch.Tensor) -> Batch:
-    return {key: value[rows.to(value.device)] if _is_column(value) else value for key, value in batch.items()}
+    return {
+        key: value[rows.to(value.device)] if isinstance(value, torch.Tensor) and value.dim() else value
+        for key, value in batch.items()
+    }
 
 
 def _lengths(batch: Batch) -> tuple[list[int], list[int]]:
@@ -345,10 +348,6 @@ def measure_shared(batches: Sequence[Batch]) -> float:
 def count_live_rows(batches: Sequence[Batch]) -> int:
     """Counts the live rows of all micro-batches."""
     return sum(int((batch["pack"] >= 0).sum()) for batch in batches)
-
-
-def _is_column(value: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
 # How the rows of a micro-batch enter the model.

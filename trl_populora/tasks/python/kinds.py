@@ -165,7 +165,10 @@ class ProgramWithInput(CodeKind):
 
     def proposal_prompt(self, references: Sequence[Task], style: str) -> list[dict[str, str]]:
         prompts.check_style(style)
-        shown = [prompts.show_reference(task) for task in references]
+        shown = []
+        for task in references:
+            program, given = prompts.show_program(task.program), prompts.show_input(task.inputs[0])
+            shown.append(prompts.fence(program, given, prompts.show_output(task.outputs[0])))
         if style == "compact":
             return prompts.ask_compactly(f"propose {self.name}", shown)
         text = self.instruct("propose")

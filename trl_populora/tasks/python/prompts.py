@@ -180,11 +180,6 @@ def show_output(text: str) -> tuple[str, str]:
     return "output", write_literal(text)
 
 
-def show_reference(task: Task) -> str:
-    """Writes a reference: its program, its first input, and the output for that input."""
-    return fence(show_program(task.program), show_input(task.inputs[0]), show_output(task.outputs[0]))
-
-
 def show_examples(pairs: Iterable[tuple[str, str]]) -> tuple[str, str]:
     """Makes a block of calls, one per line, from pairs of canonical texts: arguments and output."""
     return "examples", "\n".join(
