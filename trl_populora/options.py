@@ -114,7 +114,7 @@ def check_numbers(settings: DataclassInstance) -> None:
     hints = get_type_hints(type(settings))
     for each in fields(settings):
         value, hint = getattr(settings, each.name), hints[each.name]
-        kinds = {hint, *get_args(hint)}  # of `int | None`: the union itself, `int` and `NoneType`
+        kinds = {hint, *get_args(hint)}  # for `int | None` these are the union itself, `int` and `NoneType`
         if str in kinds or (value is None and NoneType in kinds):
             continue
         if list[float] in kinds:
