@@ -69,7 +69,7 @@ def check_engine_arguments(given: Mapping[str, Any], members: int, lora_config: 
         lora_config: The LoRA configuration of all members.
 
     Raises:
-        `ValueError`: If the engine would serve no adapters, or too few or too small ones.
+        `ValueError`: If the engine would serve no adapters, too few adapters, or only adapters of a smaller rank.
     """
     least, rank = count_adapters(members)[0], find_largest_rank(lora_config)
     if (slots := given.get("max_cpu_loras")) is not None and slots < least:
@@ -118,8 +118,8 @@ def warn_of_truncation(args: GRPOConfig) -> None:
 
     `top_p`, `top_k` and `min_p` leave some tokens out. vLLM normalises its log-probabilities over the tokens that
     remain, and the trainer normalises over the whole vocabulary. So wherever tokens are left out, the trainer's
-    probability is smaller than vLLM's. The ratio is the total probability of the tokens that remain
-    (github.com/huggingface/trl/issues/6789).
+    probability is smaller than vLLM's. The trainer's divided by vLLM's is the total probability of the tokens that
+    remain (github.com/huggingface/trl/issues/6789).
     """
     cut = {"top_p": args.top_p < 1, "top_k": args.top_k > 0, "min_p": bool(args.min_p)}
     if args.vllm_importance_sampling_correction and any(cut.values()) and args.process_index == 0:

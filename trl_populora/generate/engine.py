@@ -40,7 +40,7 @@ class RoutedLLM(LLM):
         versions (`Sequence[Published]`): The adapter that answers each prompt of the next `generate`, length R.
         seeds (`Sequence[int | None]`, *optional*): Sampling seed of each row, length R. Without seeds, the engine's
             own generator draws the samples.
-        temperatures (`Mapping[str, float]`): Temperature by member, for those that have their own.
+        temperatures (`Mapping[str, float]`): Temperature by member, for members that have their own.
     """
 
     seeds: Sequence[int | None] | None = None
@@ -64,7 +64,7 @@ class RoutedLLM(LLM):
 
     @property
     def device(self) -> torch.device:
-        """Where the slots lie."""
+        """The device on which the slots lie."""
         (device,) = self.apply_model(_find_device)
         return device
 
@@ -145,7 +145,7 @@ class RoutedLLM(LLM):
         Answers each prompt with the adapter that `versions` names for it, and returns one output per prompt, in order.
 
         Rows with the same prompt, version and seed become one request for several samples, so vLLM reads the prompt
-        once. Greedy rows stay apart.
+        once. At temperature 0 each row is a request of its own.
         """
         asks = merge_asks([prompt["prompt_token_ids"] for prompt in prompts], self.versions, self.seeds)
         # vLLM refuses several samples of a greedy request.
@@ -201,7 +201,7 @@ def _install(
         adapter.id,
         factors,
         helper,
-        # The factors stay on their device. Those on the GPU make no detour through host memory.
+        # The factors stay on their device. Factors on the GPU make no detour through host memory.
         device=next(iter(factors.values())).device,
         dtype=manager.lora_config.lora_dtype,
         weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
@@ -238,7 +238,7 @@ def _list_slot(model: nn.Module, adapter_id: int) -> list[torch.Tensor] | None:
 
 def _list_stacks(module: nn.Module) -> list[torch.Tensor]:
     """Lists the tensors in which a layer keeps the weights of all slots."""
-    # vLLM's linear layers hold a tuple of tensors here, its output head a single tensor.
+    # In vLLM's linear layers each of the two attributes is a tuple of tensors, in its output head a single tensor.
     both = [s if isinstance(s, tuple) else (s,) for s in (module.lora_a_stacked, module.lora_b_stacked)]
     return [*both[0], *both[1]]
 

@@ -267,8 +267,8 @@ def pause_training(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def seed_samples(seeds: Sequence[int] | None) -> Iterator[None]:
     """
-    Seeds torch's generators inside the block. Afterwards it puts those of the CPU and of the current accelerator back
-    to their earlier state.
+    Seeds torch's generators inside the block. Afterwards the generators of the CPU and of the current accelerator get
+    their earlier state back.
 
     transformers samples all rows with one generator, so the first row's seed stands for all. vLLM has one seed per
     row. Without seeds nothing happens.

@@ -77,7 +77,7 @@ class ChangeDetector:
 
 
 class Checksums:
-    """Computes checksums of tensors. Any changed bit changes the checksum of its tensor."""
+    """Computes checksums of tensors. If one bit of a tensor changes, the tensor's checksum changes."""
 
     def __init__(self) -> None:
         self._weights = torch.empty(0, dtype=torch.long)
@@ -199,7 +199,7 @@ def _lock_shelf(root: Path, create: int = 0) -> int:
 
 
 def _remove_shelf(root: str, lock: int, owner: int) -> None:
-    """Removes a shelf and frees its lock, in the process that owns it."""
+    """Removes a shelf and frees its lock, if this process owns the shelf."""
     # A forked child runs the exit handlers of its parent, too, and must not remove the parent's shelf.
     if os.getpid() != owner:
         return

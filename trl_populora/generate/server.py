@@ -1,4 +1,4 @@
-"""vLLM servers over HTTP. A server reads an adapter from a path, and a request names the adapter as its `model`.
+"""The client of vLLM servers. A server reads an adapter from a path, and a request names the adapter as its `model`.
 
     directory of a version --load--> every server --probe--> StaleAdapterError if it answers with old weights
 
@@ -26,7 +26,7 @@ from trl.generation.vllm_client import VLLMClient
 from .publish import Ask, Published, StaleAdapterError, count_adapters, merge_asks
 
 
-REQUESTS_AT_A_TIME = 64  # most requests at a time: with seeds every ask is a request of its own
+REQUESTS_AT_A_TIME = 64  # further requests wait; with seeds there are many, one for each ask
 PROBE = range(1, 9)  # the prompt of a probe: token ids that every vocabulary has
 HEALTH_TIMEOUT = 10.0  # seconds to wait for an answer of `/health`, which a server that is up gives at once
 
@@ -253,7 +253,7 @@ class LoRAServer(VLLMClient):
             )
 
     def _ask(self, adapter: Published) -> tuple:
-        """Asks for one greedy token after a fixed prompt; returns the five likeliest and their log-probabilities."""
+        """Asks for a greedy token after a fixed prompt. Returns the 5 likeliest tokens and their log-probabilities."""
         # A greedy token draws no random numbers, so later samples do not depend on whether a probe was made.
         server = copy.copy(self)
         server.model = adapter.name
@@ -308,7 +308,7 @@ class LoRAServers:
         versions (`Sequence[Published]`): The adapter that answers each prompt of the next `generate`, length R.
         seeds (`Sequence[int | None]`, *optional*): Sampling seed of each row, length R. Without seeds, the servers'
             own generators draw the samples.
-        temperatures (`Mapping[str, float]`): Temperature by member, for those that have their own.
+        temperatures (`Mapping[str, float]`): Temperature by member, for members that have their own.
     """
 
     seeds: Sequence[int | None] | None = None

@@ -215,7 +215,7 @@ def complete(
 
 
 def _divide_by_row(temperatures: Sequence[float] | None, device: torch.device) -> LogitsProcessorList:
-    """Makes the processor that divides each row's scores by its temperature; none without temperatures."""
+    """Lists the processor that divides each row's scores by its temperature; empty without temperatures."""
     if temperatures is None:
         return LogitsProcessorList()
     divisors = torch.tensor(temperatures, device=device)[:, None]
@@ -247,7 +247,7 @@ def _pad_left(
 
 
 def _cut_at_end(tokens: torch.Tensor, sampling: GenerationConfig) -> tuple[list[list[int]], torch.Tensor]:
-    """Cuts rows `[R, T]` after their first end token. Also returns which rows have one, bool `[R]`."""
+    """Cuts rows `[R, T]` after their first end token. Also returns which rows have an end token, bool `[R]`."""
     ends = torch.isin(tokens, torch.tensor(sampling.eos_token_id, device=tokens.device).view(-1))
     ended = ends.any(1)
     lengths = torch.where(ended, ends.int().argmax(1) + 1, tokens.shape[1]).tolist()
@@ -283,8 +283,8 @@ class SpareLayer(DynamicLayer):
     """
     A layer of a cache that makes empty places for new tokens whenever rows are selected.
 
-    Between two rounds [`complete`] selects the rows that go on, which copies the cache anyway. The copy gets the
-    places.
+    Between two rounds [`complete`] selects the rows that go on, which copies the cache anyway. The copy is made with
+    the empty places.
 
     Args:
         layer: The layer from which keys and values are taken over, each `[R, heads, L, D]`.
@@ -360,14 +360,18 @@ class FixedLayer(DynamicLayer):
     @staticmethod
     def _copy(given: torch.Tensor, prompts: torch.Tensor, length: int) -> torch.Tensor:
         _, heads, read, width = given.shape
-        # Attention masks the empty places, and adds their values times 0. A NaN there would still spread.
+        # Attention masks the empty places, but still adds their values times 0. A NaN there would spread, so they hold
+        # zeros.
         copy = given.new_zeros(len(prompts), heads, length, width)
         torch.index_select(given, 0, prompts, out=copy[:, :, :read])
         return copy
 
 
 def fix_cache(cache: Cache, prompts: torch.Tensor, place: torch.Tensor, length: int) -> Cache:
-    """Makes a cache of [`FixedLayer`]s. The given cache is emptied layer by layer, so memory holds one layer twice."""
+    """
+    Makes a cache of [`FixedLayer`]s. The given cache is emptied layer by layer, so only one layer at a time is in
+    memory twice.
+    """
     layers = []
     while cache.layers:
         layers.append(FixedLayer(cache.layers.pop(0), prompts, place, length))
@@ -379,7 +383,7 @@ def join_caches(parts: list[Cache], spare: int) -> Cache:
     Joins the caches of several parts of the prompts into one cache of all N prompts.
 
     Layers that hold every token become [`SpareLayer`]s, with `spare` empty places after each selection of rows. The
-    parts are emptied layer by layer, so memory holds one layer twice at most.
+    parts are emptied layer by layer, so at most one layer at a time is in memory twice.
     """
     first, *others = parts
     for number, layers in enumerate(zip(*(part.layers for part in parts), strict=True)):
@@ -427,8 +431,8 @@ def _attend(
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """
-    Computes attention: by groups if each row has one query per head, heads are shared and nothing forbids it, else
-    with `given`. Dropout, position biases and a mask per head forbid it.
+    Computes attention by groups of query heads where it can, else with `given`. It can if each row has one token, if
+    several query heads share a head of keys and values, and if there is no dropout, position bias or mask per head.
 
     Args:
         given: transformers' own function.
@@ -574,7 +578,7 @@ def generate_with_graph(
             else:
                 graph = graph or _record_pass(token_pass, stream)
                 graph.replay()
-            # Sampling stays outside the graph, because a repetition penalty reads all tokens of a row, which grow.
+            # Sampling stays outside the graph, because a repetition penalty reads all tokens of a row: more each time.
             scores = processors(texts[:, :end], token_pass.scores.float())
             token = scores.softmax(-1).multinomial(1) if sampling.do_sample else scores.argmax(-1, keepdim=True)
             texts[:, end : end + 1] = token
@@ -610,7 +614,7 @@ class _TokenPass:
         self.place = torch.tensor([ids.shape[1] - 1], device=ids.device)
         self.cache = fix_cache(cache, prompts, self.place, length)
         # The mask is added to the scores of attention: 0 for a token that is there, the least number for padding and
-        # empty places. It has its full length, too, and `compute` opens one place per token.
+        # empty places. Like the cache it has its full length from the start. `compute` opens one place per token.
         hidden = torch.finfo(base.dtype).min
         self.bias = torch.full((len(prompts), 1, 1, length), hidden, dtype=base.dtype, device=ids.device)
         self.bias[:, 0, 0, : ids.shape[1]].masked_fill_(mask[prompts].bool(), 0.0)

@@ -230,7 +230,7 @@ class PopulationGeneration(VLLMGeneration):
             self._count += 1
             adapter = Published(member, f"{member}-{self._run}-{self._count}", self._count)
             factors = self._read_factors(member)
-            # The base has the shapes of the first member, see `_read_factors`.
+            # The base's adapter of zeros has the shapes of the first member, see `_read_factors`.
             config = self.model.peft_config[self.members[0] if member == BASE_NAME else member]
             if self.mode == "colocate":
                 self._write(adapter, *fold(factors, config))
