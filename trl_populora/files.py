@@ -11,8 +11,8 @@ from typing import Any
 
 
 FORMAT = 1  # version of the JSON files that this package writes and reads again
-# Version of what the settings in `population.json` mean. Files of version 1 do not say their version, and call "paper"
-# the pay that is called "guarded" since.
+# Version of the meaning of the settings in `population.json`. Files of version 1 do not say their version. Their pay
+# "paper" is what version 2 calls "guarded".
 SETTINGS_VERSION = 2
 
 # Fits names that end in one of these words. Names are compared in lower case, without `_` and `-`.
@@ -59,7 +59,7 @@ def write_whole(path: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def remove_empty_directories(path: str | Path) -> Iterator[None]:
-    """Removes `path` and its parents when the block ends: those of them that the block has made and left empty."""
+    """When the block ends, removes `path` and its parents, as far as the block has made them and left them empty."""
     whole = Path(path).absolute()
     absent = [part for part in (whole, *whole.parents) if not part.exists()]
     try:

@@ -47,7 +47,7 @@ def find_own(path: str, what: str, choices: str) -> Any:
 
 
 def list_choices(named: Iterable[str]) -> str:
-    """Lists for an error what a setting may name: functions of the package, or a user's own function."""
+    """Lists what a setting may name, for an error: the functions in `named`, or a user's own function."""
     own = "`module:function` for a function of your own"
     return f"one of {', '.join(named)}, or {own}" if named else own
 

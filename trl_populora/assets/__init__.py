@@ -19,7 +19,7 @@ def tiny_eval_tasks() -> str:
     """
     Returns the file of held-out tasks for the embedded base.
 
-    Their programs have pairs of successive operations that no program of the base's training has.
+    The programs of these tasks have pairs of successive operations that no program of the base's training has.
     """
     return str(files("trl_populora").joinpath("assets", "eval_tasks.jsonl"))
 

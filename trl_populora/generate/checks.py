@@ -125,7 +125,7 @@ def warn_of_truncation(args: GRPOConfig) -> None:
     if args.vllm_importance_sampling_correction and any(cut.values()) and args.process_index == 0:
         logger.warning(
             "%s truncates sampling: vLLM's log-probabilities are those of the truncated distribution, the trainer's "
-            "are those of the whole one. TRL's correction for vLLM mistakes this for a change of the policy and "
+            "are those of the whole one. TRL's correction for vLLM mistakes this for a change of policy and "
             "shrinks the loss. With `vllm_importance_sampling_mode=sequence_*` the loss of long completions shrinks "
             "to almost nothing. Set `vllm_importance_sampling_correction=False`, or sample from the whole vocabulary "
             "(`top_p=1.0`, `top_k=0`, `min_p=None`).",
@@ -135,8 +135,8 @@ def warn_of_truncation(args: GRPOConfig) -> None:
 
 def find_permitted_rank(lora_config: LoraConfig) -> int:
     """
-    Finds the `max_lora_rank` for a configuration. vLLM permits only a few values; this is the smallest of them that is
-    not below the configuration's largest rank.
+    Finds the `max_lora_rank` for a configuration. Of the few values that vLLM permits, it is the smallest that is not
+    below the configuration's largest rank.
 
     Raises:
         `ValueError`: If the configuration's largest rank is above the largest value that vLLM permits.

@@ -122,8 +122,8 @@ class RoutedLLM(LLM):
         those that [`load`] took.
 
         An adapter that waits in host memory is not compared: the kernels do not read it yet. Sampling a token instead
-        would show less, because the log-probabilities of engine and trainer always differ, by more than one optimizer
-        step changes them. It would also need a cache, which the engine lacks while it wakes up.
+        would show less: the log-probabilities of engine and trainer always differ a little, and an optimizer step may
+        change them by less than that. Sampling would also need a cache, which the engine lacks while it wakes up.
 
         Args:
             adapters: Adapters that were loaded with `checks_sleep`.

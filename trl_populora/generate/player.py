@@ -236,7 +236,7 @@ def _decode(tokenizer: PreTrainedTokenizerBase, rows: Sequence[list[int]]) -> li
     tags = {number for number in special if number in added and added[number].content in THINK_TOKENS}
     texts = tokenizer.batch_decode(rows, skip_special_tokens=True)
     for row, ids in enumerate(rows):
-        # If the tags are special tokens, this text lacks them. So rows with tags are decoded once more.
+        # `batch_decode` drops the tags if they are special tokens. So rows with tags are decoded once more.
         if tags.intersection(ids):
             texts[row] = _spell_tags(tokenizer.decode([number for number in ids if number not in special - tags]))
     return texts

@@ -45,8 +45,8 @@ class LoRAServer(VLLMClient):
     """
     The client of one vLLM server that holds the members as adapters.
 
-    TRL's [`~trl.generation.vllm_client.VLLMClient`] may wait for ever. Here every request has a time limit, and if it
-    fails, the error names the server and the way out.
+    TRL's [`~trl.generation.vllm_client.VLLMClient`] may wait for ever. Here every request has a time limit, and the
+    error of a failed request names the server and the way out.
 
     Args:
         base_url: `http://host:port`.
@@ -208,7 +208,8 @@ class LoRAServer(VLLMClient):
         tokens differ from the former ones, the new version has arrived, and its answer and B are kept. One step at a
         low rate may change none of these log-probabilities. So equal ones are an error only if B has changed by more
         than `SEEN_IN_ANY_PRECISION` since the B that was kept last. A comparison with the trainer's log-probabilities
-        would not help: they always differ from the server's, by more than one optimizer step changes them.
+        would not help: they always differ a little from the server's, and an optimizer step may change them by less
+        than that.
 
         Args:
             adapter: The version that was just loaded.

@@ -75,8 +75,8 @@ class PopulationGeneration(VLLMGeneration):
 
     Attributes:
         seeds (`Sequence[int]`, *optional*): Sampling seeds of the next `generate`, one per row, length R.
-        temperatures (`Sequence[float]`): Temperature of each member, in the order of `members`; TRL's for all members
-            when empty.
+        temperatures (`Sequence[float]`): Temperature of each member, in the order of `members`. If it is empty, all
+            members have TRL's temperature.
     """
 
     seeds: Sequence[int] | None = None
@@ -247,7 +247,7 @@ class PopulationGeneration(VLLMGeneration):
                 self._shelf.retire(path)
 
     def _read_factors(self, member: str) -> dict[str, torch.Tensor]:
-        """Reads a member's factors. For the base it makes zeros in the shapes of a member, which add nothing."""
+        """Reads a member's factors. For the base it makes zeros in a member's shapes: they add nothing."""
         if member == BASE_NAME:
             zeros = {key: value.zero_() for key, value in self._read_factors(self.members[0]).items()}
             # An adapter needs at least one module. For modules that it leaves out, a colocated engine writes zeros.
@@ -465,7 +465,7 @@ def make_vllm_generation(
     settings = {name: getattr(args, option) for name, option in named.items() if option in options}
     settings |= {
         "max_num_seqs": args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation,
-        "logprobs": 0,  # the sampled token's only: the importance sampling correction needs no other
+        "logprobs": 0,  # that of the sampled token: the importance sampling correction needs no other
         "generation_kwargs": make_vllm_kwargs(args.generation_kwargs, ends),
     }
     return PopulationGeneration(
