@@ -77,7 +77,7 @@ class _Moved(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         homes = [f"{PACKAGE}.{home}" for home in MOVED[module.__name__.removeprefix(f"{PACKAGE}.")]]
         # Python skips the frames of its import machinery, so level 2 is the line of the user's import.
-        message = f"`{module.__name__}` is `{'`, `'.join(homes)}` now; the old name goes with release 0.2."
+        message = f"`{module.__name__}` is `{'`, `'.join(homes)}` now; release 0.2 removes the old name."
         warnings.warn(message, DeprecationWarning, stacklevel=2)
 
         def look_up(name: str) -> Any:

@@ -75,9 +75,9 @@ def end_with(sentence: str) -> NoReturn:
     """
     Ends this process with exit code 1 and a sentence on stderr.
 
-    torchrun and Accelerate start several processes on a node, which often fail for the same reason. Of these only the
-    first that fails writes the sentence to stderr. Each writes the sentence to its error file, which the launcher
-    quotes.
+    torchrun and Accelerate start several processes on a node, which often fail for the same reason. Only the first
+    process of a node that fails writes the sentence to stderr. But every process that fails writes the sentence to an
+    error file of its own, which the launcher quotes.
     """
     sentence = make_printable(sentence)  # the sentence may quote a file from a stranger
     if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):

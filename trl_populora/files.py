@@ -11,8 +11,8 @@ from typing import Any
 
 
 FORMAT = 1  # version of the JSON files that this package writes and reads again
-# Version of what the settings in `population.json` mean. In version 1, which was not written, the pay "guarded" was
-# called "paper".
+# Version of the meaning of the settings in `population.json`. Files of version 1 do not say their version. Their pay
+# "paper" is what version 2 calls "guarded".
 SETTINGS_VERSION = 2
 
 # Fits names that end in one of these words. Names are compared in lower case, without `_` and `-`.
@@ -47,7 +47,10 @@ def _is_secret(name: object) -> bool:
 
 @contextmanager
 def write_whole(path: str | Path) -> Iterator[Path]:
-    """Gives the block a temporary path. If the block ends without an error, what stands there is renamed to `path`."""
+    """
+    Gives the block a temporary path, to which the block writes a file or directory. If the block ends without an
+    error, that file or directory is renamed to `path`.
+    """
     path = Path(path)
     unfinished = path.with_name(f"{path.name}.tmp")  # readers pass over names that end in `.tmp`
     yield unfinished
@@ -56,7 +59,7 @@ def write_whole(path: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def remove_empty_directories(path: str | Path) -> Iterator[None]:
-    """After the block removes `path` and directories above it, if the block has made them and left them empty."""
+    """When the block ends, removes `path` and its parents, as far as the block has made them and left them empty."""
     whole = Path(path).absolute()
     absent = [part for part in (whole, *whole.parents) if not part.exists()]
     try:
@@ -79,7 +82,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
     Reads a JSON object that this package has written.
 
     Raises:
-        `ValueError`: If the file cannot be read, is no JSON object, or has another `format` than this version.
+        `ValueError`: If the file cannot be read, is no JSON object, or its field `format` is not [`FORMAT`].
     """
     try:
         state = json.loads(Path(path).read_text())

@@ -47,7 +47,7 @@ def find_own(path: str, what: str, choices: str) -> Any:
 
 
 def list_choices(named: Iterable[str]) -> str:
-    """Lists for an error what a setting may name: functions of the package, or a user's own function."""
+    """Lists what a setting may name, for an error: the functions in `named`, or a user's own function."""
     own = "`module:function` for a function of your own"
     return f"one of {', '.join(named)}, or {own}" if named else own
 
@@ -114,7 +114,7 @@ def check_numbers(settings: DataclassInstance) -> None:
     hints = get_type_hints(type(settings))
     for each in fields(settings):
         value, hint = getattr(settings, each.name), hints[each.name]
-        kinds = {hint, *get_args(hint)}  # of `int | None`: the union itself, `int` and `NoneType`
+        kinds = {hint, *get_args(hint)}  # for `int | None` these are the union itself, `int` and `NoneType`
         if str in kinds or (value is None and NoneType in kinds):
             continue
         if list[float] in kinds:

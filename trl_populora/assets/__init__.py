@@ -16,7 +16,11 @@ def tiny_base_path() -> str:
 
 
 def tiny_eval_tasks() -> str:
-    """Returns the file of held-out tasks for the embedded base, which was never trained on their combinations."""
+    """
+    Returns the file of held-out tasks for the embedded base.
+
+    The programs of these tasks have pairs of successive operations that no program of the base's training has.
+    """
     return str(files("trl_populora").joinpath("assets", "eval_tasks.jsonl"))
 
 

@@ -5,6 +5,6 @@ player.py        lets members answer without a trainer; says which tokens end a 
 checks.py        refuses what vLLM cannot serve, before the trainer loads the base
 vllm.py          adapts TRL's vLLM generation: one adapter per row
 engine.py        the vLLM engine in the trainer's process; cannot be imported without vLLM
-server.py        vLLM servers over HTTP
+server.py        the client of vLLM servers, over HTTP
 publish.py       finds members that changed, keeps their weights for servers, merges equal requests
 """

@@ -25,8 +25,8 @@ from .publish import count_adapters
 logger = logging.getLogger(__name__)
 
 WAY_OUT = "Set `use_vllm=False` to generate with transformers."
-# The versions that the vLLM tests have run on. TRL's own window is another one: TRL 1.16 warns of all versions below
-# 0.22 or above 0.31.0, so of 0.32 too.
+# The versions of vLLM that the vLLM tests have run on. TRL has a window of its own: TRL 1.16 warns of versions below
+# 0.22 and of versions above 0.31.0. So TRL warns of 0.32, which is in our window.
 WINDOW = SpecifierSet(">=0.31,<0.33")
 
 
@@ -69,7 +69,7 @@ def check_engine_arguments(given: Mapping[str, Any], members: int, lora_config: 
         lora_config: The LoRA configuration of all members.
 
     Raises:
-        `ValueError`: If the engine would serve no adapters, or too few or too small ones.
+        `ValueError`: If the engine would serve no adapters, too few adapters, or only adapters of a smaller rank.
     """
     least, rank = count_adapters(members)[0], find_largest_rank(lora_config)
     if (slots := given.get("max_cpu_loras")) is not None and slots < least:
@@ -118,16 +118,16 @@ def warn_of_truncation(args: GRPOConfig) -> None:
 
     `top_p`, `top_k` and `min_p` leave some tokens out. vLLM normalises its log-probabilities over the tokens that
     remain, and the trainer normalises over the whole vocabulary. So wherever tokens are left out, the trainer's
-    probability is smaller than vLLM's. The ratio is the total probability of the tokens that remain
-    (github.com/huggingface/trl/issues/6789).
+    probability is smaller than vLLM's. The trainer's divided by vLLM's is the total probability of the tokens that
+    remain (github.com/huggingface/trl/issues/6789).
     """
     cut = {"top_p": args.top_p < 1, "top_k": args.top_k > 0, "min_p": bool(args.min_p)}
     if args.vllm_importance_sampling_correction and any(cut.values()) and args.process_index == 0:
         logger.warning(
-            "%s truncates sampling, and vLLM's log-probabilities are those of the truncated distribution. The "
-            "correction for vLLM takes the difference for a change of the policy and shrinks the loss. With "
-            "`vllm_importance_sampling_mode=sequence_*` the loss of long completions shrinks to almost nothing. Set "
-            "`vllm_importance_sampling_correction=False`, or sample from the whole vocabulary "
+            "%s truncates sampling: vLLM's log-probabilities are those of the truncated distribution, the trainer's "
+            "are those of the whole one. TRL's correction for vLLM mistakes this for a change of policy and "
+            "shrinks the loss. With `vllm_importance_sampling_mode=sequence_*` the loss of long completions shrinks "
+            "to almost nothing. Set `vllm_importance_sampling_correction=False`, or sample from the whole vocabulary "
             "(`top_p=1.0`, `top_k=0`, `min_p=None`).",
             " and ".join(f"`{name}={getattr(args, name)}`" for name, is_cut in cut.items() if is_cut),
         )
@@ -135,10 +135,11 @@ def warn_of_truncation(args: GRPOConfig) -> None:
 
 def find_permitted_rank(lora_config: LoraConfig) -> int:
     """
-    Finds the smallest `max_lora_rank` that vLLM permits and that is at least the largest rank of the configuration.
+    Finds the `max_lora_rank` for a configuration. Of the few values that vLLM permits, it is the smallest that is not
+    below the configuration's largest rank.
 
     Raises:
-        `ValueError`: If that rank is above the largest that vLLM permits.
+        `ValueError`: If the configuration's largest rank is above the largest value that vLLM permits.
     """
     from vllm.config.lora import MaxLoRARanks
 

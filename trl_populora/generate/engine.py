@@ -33,14 +33,14 @@ class RoutedLLM(LLM):
     A [`vllm.LLM`] that sends each prompt to the adapter that `versions` names for it.
 
     Args:
-        routed_arguments: Engine arguments beside those of TRL. One that TRL passes, too, has the value given here.
+        routed_arguments: Engine arguments that are added to TRL's. If both have an argument, this value counts.
         **kwargs: Engine arguments that TRL passes.
 
     Attributes:
         versions (`Sequence[Published]`): The adapter that answers each prompt of the next `generate`, length R.
         seeds (`Sequence[int | None]`, *optional*): Sampling seed of each row, length R. Without seeds, the engine's
             own generator draws the samples.
-        temperatures (`Mapping[str, float]`): Temperature by member, for those that have their own.
+        temperatures (`Mapping[str, float]`): Temperature by member, for members that have their own.
     """
 
     seeds: Sequence[int | None] | None = None
@@ -64,13 +64,13 @@ class RoutedLLM(LLM):
 
     @property
     def device(self) -> torch.device:
-        """Where the slots lie."""
+        """The device on which the slots lie."""
         (device,) = self.apply_model(_find_device)
         return device
 
     def check_idle(self) -> None:
         """
-        Checks that no requests run, which would be answered by two versions of a member.
+        Checks that no requests run. If a member were published during a request, two versions of it would answer.
 
         Raises:
             `RuntimeError`: If requests run.
@@ -118,11 +118,12 @@ class RoutedLLM(LLM):
 
     def find_damaged(self, adapters: Iterable[Published]) -> list[Published]:
         """
-        Finds adapters whose slots no longer hold what was written, by the checksums that were taken then.
+        Finds adapters whose slots no longer hold what [`load`] has written. Compares the checksums of each slot with
+        those that [`load`] took.
 
-        An adapter that waits in host memory is not compared: the kernels do not read it yet. No token is sampled,
-        because a token would tell less: the log-probabilities of engine and trainer differ by more than one optimizer
-        step changes them. And while the engine wakes up, it has no cache to sample with.
+        An adapter that waits in host memory is not compared: the kernels do not read it yet. Sampling a token instead
+        would show less: the log-probabilities of engine and trainer always differ a little, and an optimizer step may
+        change them by less than that. Sampling would also need a cache, which the engine lacks while it wakes up.
 
         Args:
             adapters: Adapters that were loaded with `checks_sleep`.
@@ -144,7 +145,7 @@ class RoutedLLM(LLM):
         Answers each prompt with the adapter that `versions` names for it, and returns one output per prompt, in order.
 
         Rows with the same prompt, version and seed become one request for several samples, so vLLM reads the prompt
-        once. Greedy rows stay apart.
+        once. At temperature 0 each row is a request of its own.
         """
         asks = merge_asks([prompt["prompt_token_ids"] for prompt in prompts], self.versions, self.seeds)
         # vLLM refuses several samples of a greedy request.
@@ -200,7 +201,7 @@ def _install(
         adapter.id,
         factors,
         helper,
-        # Without host memory between: tensors on the GPU stay there.
+        # The factors stay on their device. Factors on the GPU make no detour through host memory.
         device=next(iter(factors.values())).device,
         dtype=manager.lora_config.lora_dtype,
         weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
@@ -216,7 +217,7 @@ def _install(
 
 
 def _hold(model: nn.Module, lora: LoRAModel) -> None:
-    """Lets go of an adapter's weights, after vLLM has promised not to need its slot for another adapter."""
+    """Pins an adapter, so that vLLM gives its slot to no other adapter. Then drops the copy outside of the slot."""
     model.lora_manager.pin_adapter(lora.id)
     lora.loras.clear()
 
@@ -237,17 +238,17 @@ def _list_slot(model: nn.Module, adapter_id: int) -> list[torch.Tensor] | None:
 
 def _list_stacks(module: nn.Module) -> list[torch.Tensor]:
     """Lists the tensors in which a layer keeps the weights of all slots."""
-    # vLLM's linear layers hold a tuple of tensors here, its output head a single tensor.
+    # In vLLM's linear layers each of the two attributes is a tuple of tensors, in its output head a single tensor.
     both = [s if isinstance(s, tuple) else (s,) for s in (module.lora_a_stacked, module.lora_b_stacked)]
     return [*both[0], *both[1]]
 
 
 def _is_used(model: nn.Module, lora: LoRAModel) -> bool:
     """
-    Says whether the kernels read the weights of an adapter that was just loaded, by one of its modules, bit by bit.
+    Says whether the kernels read the weights of an adapter that was just loaded. Looks at one of its modules.
 
-    vLLM's own code, which knows how a layer packs and shards weights, writes them to their place on the device once
-    more. If that changes no bit, the weights were there already.
+    vLLM's own code, which knows how a layer packs and shards weights, writes the module's weights once more to the
+    place that the kernels read. If this changes no bit there, the weights were there already.
     """
     manager = model.lora_manager
     if manager.get_adapter(lora.id) is not lora or lora.id not in manager.lora_index_to_id:

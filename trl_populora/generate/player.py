@@ -34,7 +34,7 @@ from . import transformers as decoding
 def make_sampling_config(
     base: GenerationConfig, tokenizer: PreTrainedTokenizerBase, args: GRPOConfig
 ) -> GenerationConfig:
-    """Makes the generation config with which TRL would sample in a run with these settings."""
+    """Makes the generation config with which the trainer of a run with these settings would sample."""
     warn_of_unknown(args.generation_kwargs)
     known = base.eos_token_id if isinstance(base.eos_token_id, list) else [base.eos_token_id]
     known = [tokenizer.eos_token_id, *(token for token in known if token is not None)]
@@ -216,8 +216,8 @@ def make_completions(
     logprobs: Sequence[list[float]] | None = None,
 ) -> list[Completion]:
     """
-    Makes a `Completion` of each row. Its text has no special tokens but the tags of a thought, which are spelt
-    `THINK_OPEN` and `THINK_CLOSE` whatever the base's spelling.
+    Makes a `Completion` of each row. Of the special tokens only the tags of a thought stay in its text. They are spelt
+    `THINK_OPEN` and `THINK_CLOSE` there, however the base spells them.
 
     Some chat templates open a thought at the end of the prompt. The text then gets the opening tag in front, because
     without the tag a thought that is never closed would be read as an answer.
@@ -230,13 +230,13 @@ def make_completions(
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, rows: Sequence[list[int]]) -> list[str]:
-    """Turns token ids into text without special tokens but the tags of a thought."""
+    """Turns token ids into text. Drops all special tokens except the tags of a thought."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {*tokenizer.all_special_ids, *(number for number, token in added.items() if token.special)}
     tags = {number for number in special if number in added and added[number].content in THINK_TOKENS}
     texts = tokenizer.batch_decode(rows, skip_special_tokens=True)
     for row, ids in enumerate(rows):
-        # This text lacks tags that are special tokens, so a row that has some is decoded once more.
+        # `batch_decode` drops the tags if they are special tokens. So rows with tags are decoded once more.
         if tags.intersection(ids):
             texts[row] = _spell_tags(tokenizer.decode([number for number in ids if number not in special - tags]))
     return texts
@@ -267,8 +267,8 @@ def pause_training(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def seed_samples(seeds: Sequence[int] | None) -> Iterator[None]:
     """
-    Seeds torch's generators inside the block. Afterwards it puts those of the CPU and of the current accelerator back
-    to their earlier state.
+    Seeds torch's generators inside the block. Afterwards the generators of the CPU and of the current accelerator get
+    their earlier state back.
 
     transformers samples all rows with one generator, so the first row's seed stands for all. vLLM has one seed per
     row. Without seeds nothing happens.

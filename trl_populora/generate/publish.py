@@ -40,12 +40,12 @@ VERSIONS_KEPT = 3
 
 def count_adapters(members: int) -> tuple[int, int]:
     """
-    Counts the adapters for which vLLM needs room in host memory (`max_cpu_loras`). Returns the least number that works
-    and a better one.
+    Counts the adapters for which vLLM needs room in host memory (`max_cpu_loras`). Returns two numbers, the least that
+    works and a better one.
 
-    The least number: while a member is published, there are one version of each member, this member's next version,
-    and the base's adapter of zeros. The better number: a server keeps former versions until it needs their room, so
-    there is room for two versions of each member.
+    The least has room for one version of each member, for the next version of the one member that is being published,
+    and for the base's adapter of zeros. The better one has room for two versions of each member and for the base's
+    adapter: a server keeps former versions until it needs their room.
     """
     return members + 2, 2 * members + 1
 
@@ -77,7 +77,7 @@ class ChangeDetector:
 
 
 class Checksums:
-    """Computes checksums of tensors. Any changed bit changes the checksum of its tensor."""
+    """Computes checksums of tensors. If one bit of a tensor changes, the tensor's checksum changes."""
 
     def __init__(self) -> None:
         self._weights = torch.empty(0, dtype=torch.long)
@@ -104,7 +104,11 @@ class Checksums:
         return torch.stack(sums).tolist()  # so that one copy from the GPU brings the sums of all tensors
 
     def _factors(self, count: int, device: torch.device) -> torch.Tensor:
-        """Returns the first `count` factors, int64 and odd. Draws anew only if more are needed, or another device."""
+        """
+        Returns the first `count` factors, int64 and odd.
+
+        Factors are kept from call to call. They are drawn anew if more are needed, or if the device is another one.
+        """
         if self._weights.numel() < count or self._weights.device != device:
             generator = torch.Generator().manual_seed(0)
             largest = torch.iinfo(torch.long)
@@ -119,15 +123,15 @@ class AdapterShelf:
     A version that has been replaced stays until members are published again.
 
     Args:
-        parent: The directory in which the shelf makes its own; see [`choose_parent`].
+        parent: The directory in which the shelf makes its own directory; see [`choose_parent`].
 
     Attributes:
-        root (`Path`): The shelf's directory. It is removed by `close`, at the end of the process, or when the object
-            is collected.
+        root (`Path`): The shelf's own directory. Calling `close` removes it. Otherwise it goes when the object is
+            collected or the process ends.
     """
 
     def __init__(self, parent: str):
-        parent = os.path.abspath(parent)  # before Python 3.12 `mkdtemp` returns a relative path under a relative one
+        parent = os.path.abspath(parent)  # `mkdtemp` returns a relative path for a relative `dir` before Python 3.12
         sweep_shelves(parent)
         os.makedirs(parent, exist_ok=True)
         self.root = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
@@ -195,7 +199,7 @@ def _lock_shelf(root: Path, create: int = 0) -> int:
 
 
 def _remove_shelf(root: str, lock: int, owner: int) -> None:
-    """Removes a shelf and frees its lock, in the process that owns it."""
+    """Removes a shelf and frees its lock, if this process owns the shelf."""
     # A forked child runs the exit handlers of its parent, too, and must not remove the parent's shelf.
     if os.getpid() != owner:
         return

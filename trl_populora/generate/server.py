@@ -1,4 +1,4 @@
-"""vLLM servers over HTTP. A server reads an adapter from a path, and a request names the adapter as its `model`.
+"""The client of vLLM servers. A server reads an adapter from a path, and a request names the adapter as its `model`.
 
     directory of a version --load--> every server --probe--> StaleAdapterError if it answers with old weights
 
@@ -26,14 +26,14 @@ from trl.generation.vllm_client import VLLMClient
 from .publish import Ask, Published, StaleAdapterError, count_adapters, merge_asks
 
 
-REQUESTS_AT_A_TIME = 64  # most requests at a time: with seeds every ask is a request of its own
+REQUESTS_AT_A_TIME = 64  # further requests wait; with seeds there are many, one for each ask
 PROBE = range(1, 9)  # the prompt of a probe: token ids that every vocabulary has
 HEALTH_TIMEOUT = 10.0  # seconds to wait for an answer of `/health`, which a server that is up gives at once
 
-# The root mean square of the changes of a member's B. If B has changed by more, the member's log-probabilities change
-# in any precision. A server that then answers with the former log-probabilities, bit by bit, still has the former
-# version. Adam changes B by about the learning rate in a step. A birth changes B by more than 1e-4, and ten steps at
-# the default rate change it by about 1e-4.
+# A bound for the change of a member's B, as the root mean square over B's elements. A larger change shows in the
+# member's log-probabilities, in any precision. If a server then still answers with the former log-probabilities, bit
+# by bit, it still has the former version. One step of Adam changes B by about the learning rate, so ten steps at the
+# default rate change it by about 1e-4. A birth changes it by more.
 SEEN_IN_ANY_PRECISION = 1e-4
 
 
@@ -45,8 +45,8 @@ class LoRAServer(VLLMClient):
     """
     The client of one vLLM server that holds the members as adapters.
 
-    It differs from [`~trl.generation.vllm_client.VLLMClient`] in two ways. Every request has a time limit. If a
-    request fails, the error names the server and the way out.
+    TRL's [`~trl.generation.vllm_client.VLLMClient`] may wait for ever. Here every request has a time limit, and the
+    error of a failed request names the server and the way out.
 
     Args:
         base_url: `http://host:port`.
@@ -61,7 +61,7 @@ class LoRAServer(VLLMClient):
     def __init__(self, base_url: str, connection_timeout: float, request_timeout: float, advice: Callable[[], str]):
         self.request_timeout, self.advice = request_timeout, advice
         self.failed = threading.Event()  # an event, because `answer` works on copies of the client, which share it
-        # For each member the answer of the last version that was seen to arrive, and its B.
+        # For each member: the answer and the B of the last version that the server is known to have.
         self._arrived: dict[str, tuple[tuple, torch.Tensor]] = {}
         super().__init__(base_url=base_url, connection_timeout=connection_timeout)
 
@@ -179,7 +179,7 @@ class LoRAServer(VLLMClient):
         self._adapter_command("load_lora_adapter", {"lora_name": adapter.name, "lora_path": adapter.path})
 
     def unload(self, adapter: Published) -> None:
-        """Removes an adapter from the server, unless the server has failed: after its restart it has no adapters."""
+        """Removes an adapter from the server. Asks nothing of a failed server: a restart drops all its adapters."""
         if not self.failed.is_set():
             self._adapter_command("unload_lora_adapter", {"lora_name": adapter.name})
 
@@ -207,16 +207,17 @@ class LoRAServer(VLLMClient):
         The server is asked for one greedy token after a fixed prompt. If the log-probabilities of the five likeliest
         tokens differ from the former ones, the new version has arrived, and its answer and B are kept. One step at a
         low rate may change none of these log-probabilities. So equal ones are an error only if B has changed by more
-        than `SEEN_IN_ANY_PRECISION` since the B that was kept last. The trainer's log-probabilities are no measure:
-        the server's differ from them by more than one optimizer step changes them.
+        than `SEEN_IN_ANY_PRECISION` since the B that was kept last. A comparison with the trainer's log-probabilities
+        would not help: they always differ a little from the server's, and an optimizer step may change them by less
+        than that.
 
         Args:
             adapter: The version that was just loaded.
             b: One B of this version, always of the same module.
 
         Raises:
-            `StaleAdapterError`: If B has changed by more than that and the answer is the former one, bit by bit. The
-                message names server, member and version.
+            `StaleAdapterError`: If B has changed by more than `SEEN_IN_ANY_PRECISION`, but the answer is the former
+                one, bit by bit. The message names server, member and version.
         """
         answer = self._ask(adapter)
         former, former_b = self._arrived.get(adapter.member, (None, b))
@@ -233,26 +234,27 @@ class LoRAServer(VLLMClient):
         """
         Checks that the server uses what adapters add to the modules that members adapt.
 
-        vLLM ignores weights of a module that it knows by another name, without a word.
+        If vLLM knows a module by another name, it silently ignores an adapter's weights for that module.
 
         Args:
             nothing: An adapter that adds nothing.
-            probes: For the last part of each module's name, an adapter that adds something to these modules alone.
+            probes: Adapters by the last part of a module's name, such as `q_proj`. Each adds something to all modules
+                with this last part, and to no others.
 
         Raises:
-            `ValueError`: If the answers with a probe are those with `nothing`, bit by bit.
+            `ValueError`: If the server's answer with a probe is its answer with `nothing`, bit by bit.
         """
         base = self._ask(nothing)
         if ignored := [name for name, probe in probes.items() if self._ask(probe) == base]:
             raise ValueError(
-                f"The vLLM server at {self.base_url} ignores what adapters add to {', '.join(ignored)}, so it would "
-                "not sample from what members learn there. Does it serve another base, or the text part of a larger "
-                "model, which was saved alone for the trainer? Serve the base from the path that the trainer has, or "
-                "choose other `target_modules`."
+                f"The vLLM server at {self.base_url} ignores what adapters add to {', '.join(ignored)}, so what "
+                "members learn there would not change its answers. Perhaps it serves another base than the trainer "
+                "has, or one of the two has a whole model and the other its text part, saved alone. Serve the base "
+                "from the path that the trainer has, or choose other `target_modules`."
             )
 
     def _ask(self, adapter: Published) -> tuple:
-        """Asks for one greedy token after a fixed prompt; returns the five likeliest and their log-probabilities."""
+        """Asks for a greedy token after a fixed prompt. Returns the 5 likeliest tokens and their log-probabilities."""
         # A greedy token draws no random numbers, so later samples do not depend on whether a probe was made.
         server = copy.copy(self)
         server.model = adapter.name
@@ -307,7 +309,7 @@ class LoRAServers:
         versions (`Sequence[Published]`): The adapter that answers each prompt of the next `generate`, length R.
         seeds (`Sequence[int | None]`, *optional*): Sampling seed of each row, length R. Without seeds, the servers'
             own generators draw the samples.
-        temperatures (`Mapping[str, float]`): Temperature by member, for those that have their own.
+        temperatures (`Mapping[str, float]`): Temperature by member, for members that have their own.
     """
 
     seeds: Sequence[int | None] | None = None

@@ -3,14 +3,14 @@
     prompts_R, members_R --merge equal ones--> N prompts [N, P] --_read_prompts--> cache of N prompts
                                                                                       |
     completions_R <-- rounds of 8 tokens by `generate`, without the rows that ended --+   cache [R, heads, L, D]
-                 `<-- one CUDA graph, replayed for the tokens of all rows ------------'   on a GPU, where it can
+                 `<-- one CUDA graph, replayed for the tokens of all rows ------------'   see `can_record`
 
 transformers' `generate` reads a prompt once for every row, and computes every row until the longest has ended. In a
 step all attempts of a member at a task share their prompt, and most answers are short while a few are long. Here each
 prompt is read once. In rounds, rows that have ended also leave the batch. With a CUDA graph they stay until all rows
 have ended, because nothing in a recorded graph may change its shape. Samples have the same distribution as those of
-`generate`, and greedy completions are equal to `generate`'s. Where [`why_no_rounds`] objects, `generate` makes all
-tokens in one call after all.
+`generate`, and greedy completions are equal to `generate`'s. If [`why_no_rounds`] gives a reason, none of this is
+used: one call of `generate` makes all tokens.
 
 Shapes: R rows, N distinct pairs of member and prompt, P prompt tokens, T new tokens, L tokens in the cache, D head
 size, V vocabulary.
@@ -56,8 +56,8 @@ ROUND = 8
 READ_SHARE = 8
 # Types of decoder layers from whose cache single rows can be taken.
 _SELECTABLE = {"full_attention", "sliding_attention"}
-# With these options `generate` treats tokens after the end of the prompt in a special way. In a round it would take
-# the beginning of the round for the end of the prompt.
+# With these options `generate` needs to know where the prompt ends, or when generation began. Each round calls
+# `generate` anew, so it would take the beginning of the round for this place or time.
 _FROM_THE_PROMPT = (
     "min_new_tokens",
     "exponential_decay_length_penalty",
@@ -75,14 +75,14 @@ def why_no_rounds(model: PretrainedConfig, sampling: GenerationConfig, sharded: 
     layers = set(getattr(model.get_text_config(), "layer_types", None) or ())
     looking = [name for name in _FROM_THE_PROMPT if getattr(sampling, name, None)]
     if sharded:
-        return "ranks that hold parts of the base meet in every forward"
+        return "each rank holds a part of the base, so all ranks must make equally many forwards"
     if not layers <= _SELECTABLE:
-        return f"the cache of {', '.join(sorted(layers - _SELECTABLE))} layers does not let single rows go"
+        return f"single rows cannot be dropped from the cache of {', '.join(sorted(layers - _SELECTABLE))} layers"
     if sampling.cache_implementation:
         return f"`cache_implementation={sampling.cache_implementation}` names a cache of transformers' own"
     if sampling.use_cache is False:
-        return "`use_cache=False` keeps nothing of a round for the next"
-    return f"{', '.join(looking)} look at where the prompt ends" if looking else ""
+        return "with `use_cache=False` each round would read all earlier tokens again"
+    return f"{', '.join(looking)} depend on where the prompt ends" if looking else ""
 
 
 def check_parts(tokens: int | None, sharded: bool) -> None:
@@ -170,7 +170,8 @@ def complete(
         with torch.no_grad(), route([member for member, _ in [*number][some]]):
             read.append(_read_prompts(model, ids[some], mask[some]))
     cache = join_caches(read, ROUND)
-    # Which row of ids, mask and cache each remaining row continues: at first its prompt, later its own last round.
+    # Indices into ids, mask and cache, one for each row that goes on. At first the index is that of the row's prompt,
+    # after a round it is that of the row itself.
     going = torch.tensor(group, device=model.device)
     completions: list[list[int]] = [[] for _ in order]
     base = model.get_base_model() if isinstance(model, PeftModel) else model
@@ -191,7 +192,7 @@ def complete(
         part.max_new_tokens = min(ROUND, width + sampling.max_new_tokens - ids.shape[1])
         part.return_dict_in_generate = True
         with torch.no_grad(), route([members[row] for row in rows]), group_queries():
-            # transformers applies these processors before those that look at probabilities, such as `top_p`.
+            # transformers runs the processors in `divide` before its own that look at probabilities, such as `top_p`.
             divide = _divide_by_row(temperatures and [temperatures[row] for row in rows], model.device)
             output = model.generate(
                 input_ids=ids,
@@ -214,7 +215,7 @@ def complete(
 
 
 def _divide_by_row(temperatures: Sequence[float] | None, device: torch.device) -> LogitsProcessorList:
-    """Makes the processor that divides each row's scores by its temperature; none without temperatures."""
+    """Lists the processor that divides each row's scores by its temperature; empty without temperatures."""
     if temperatures is None:
         return LogitsProcessorList()
     divisors = torch.tensor(temperatures, device=device)[:, None]
@@ -246,7 +247,7 @@ def _pad_left(
 
 
 def _cut_at_end(tokens: torch.Tensor, sampling: GenerationConfig) -> tuple[list[list[int]], torch.Tensor]:
-    """Cuts rows `[R, T]` after their first end token. Also returns which rows have one, bool `[R]`."""
+    """Cuts rows `[R, T]` after their first end token. Also returns which rows have an end token, bool `[R]`."""
     ends = torch.isin(tokens, torch.tensor(sampling.eos_token_id, device=tokens.device).view(-1))
     ended = ends.any(1)
     lengths = torch.where(ended, ends.int().argmax(1) + 1, tokens.shape[1]).tolist()
@@ -260,8 +261,8 @@ def _read_prompts(model: PreTrainedModel | PeftModel, ids: torch.Tensor, mask: t
     The last token of each prompt is left out. Generation begins with reading it, because the scores after it are
     needed.
     """
-    # Autocast wraps the forward of the `PeftModel` only. The base's own forward computes in the type of its weights,
-    # as `generate` does.
+    # Accelerate wraps the forward of the `PeftModel` in autocast. The base's own forward is not wrapped: it computes
+    # in the type of the base's weights, as `generate` does.
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     output = base(
@@ -282,8 +283,8 @@ class SpareLayer(DynamicLayer):
     """
     A layer of a cache that makes empty places for new tokens whenever rows are selected.
 
-    Between two rounds [`complete`] selects the rows that go on, which copies the cache anyway. The copy gets the
-    places.
+    Between two rounds [`complete`] selects the rows that go on, which copies the cache anyway. The copy is made with
+    the empty places.
 
     Args:
         layer: The layer from which keys and values are taken over, each `[R, heads, L, D]`.
@@ -359,14 +360,18 @@ class FixedLayer(DynamicLayer):
     @staticmethod
     def _copy(given: torch.Tensor, prompts: torch.Tensor, length: int) -> torch.Tensor:
         _, heads, read, width = given.shape
-        # Attention masks the empty places, and adds their values times 0. A NaN there would still spread.
+        # Attention masks the empty places, but still adds their values times 0. A NaN there would spread, so they hold
+        # zeros.
         copy = given.new_zeros(len(prompts), heads, length, width)
         torch.index_select(given, 0, prompts, out=copy[:, :, :read])
         return copy
 
 
 def fix_cache(cache: Cache, prompts: torch.Tensor, place: torch.Tensor, length: int) -> Cache:
-    """Makes a cache of [`FixedLayer`]s. The given cache is emptied layer by layer, so memory holds one layer twice."""
+    """
+    Makes a cache of [`FixedLayer`]s. The given cache is emptied layer by layer, so only one layer at a time is in
+    memory twice.
+    """
     layers = []
     while cache.layers:
         layers.append(FixedLayer(cache.layers.pop(0), prompts, place, length))
@@ -378,7 +383,7 @@ def join_caches(parts: list[Cache], spare: int) -> Cache:
     Joins the caches of several parts of the prompts into one cache of all N prompts.
 
     Layers that hold every token become [`SpareLayer`]s, with `spare` empty places after each selection of rows. The
-    parts are emptied layer by layer, so memory holds one layer twice at most.
+    parts are emptied layer by layer, so at most one layer at a time is in memory twice.
     """
     first, *others = parts
     for number, layers in enumerate(zip(*(part.layers for part in parts), strict=True)):
@@ -386,7 +391,8 @@ def join_caches(parts: list[Cache], spare: int) -> Cache:
             setattr(layers[0], name, torch.cat([getattr(layer, name) for layer in layers]))
             for layer in layers[1:]:
                 setattr(layer, name, None)
-        # A layer with a sliding window is a subclass. It drops old tokens, so it cannot write behind them.
+        # A layer with a sliding window, a subclass of `DynamicLayer`, stays as it is: it drops old tokens as it reads
+        # new ones, so empty places would be of no use.
         if type(layers[0]) is DynamicLayer:
             first.layers[number] = SpareLayer(layers[0], spare)
     return first
@@ -425,8 +431,8 @@ def _attend(
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """
-    Computes attention: by groups if each row has one query per head, heads are shared and nothing forbids it, else
-    with `given`. Dropout, position biases and a mask per head forbid it.
+    Computes attention by groups of query heads where it can, else with `given`. It can if each row has one token, if
+    several query heads share a head of keys and values, and if there is no dropout, position bias or mask per head.
 
     Args:
         given: transformers' own function.
@@ -451,7 +457,7 @@ def _attend(
 # takes to start the kernels. A graph starts all kernels of a token at once.
 
 
-LOOK = 8  # every so many tokens it is checked whether all rows have ended; the check waits for the GPU
+LOOK = 8  # tokens between two checks whether all rows have ended; each check waits for the GPU
 FREE_SHARE = 0.8  # the part of the free memory that the cache may take; scores and prompts need the rest
 _ALIGNED = 8  # a FixedLayer's length is a multiple of this: SDPA's kernels copy masks of other lengths
 _ATTENTIONS = {"sdpa", "eager"}  # the implementations of attention that take our mask unchanged
@@ -475,7 +481,7 @@ def why_no_graph(base: PreTrainedModel, sampling: GenerationConfig) -> str:
     if base.config._attn_implementation not in _ATTENTIONS:
         return f"`attn_implementation={base.config._attn_implementation}` makes its own mask"
     if any(type(layer) is not StaticLayer for layer in StaticCache(base.config, max_cache_len=1).layers):
-        return "not every layer's cache holds every token"
+        return "some layers drop old tokens from their cache, or have another kind of cache"
     if looking := kinds & _LOOKING_ROPES:
         return f"positions are {min(looking)}"
     if is_quantised(base):
@@ -486,7 +492,7 @@ def why_no_graph(base: PreTrainedModel, sampling: GenerationConfig) -> str:
 
 
 def why_no_memory(cache: Cache, rows: int, length: int) -> str:
-    """Says why `rows` rows of `length` tokens do not fit into the GPU's memory; empty if they do, and on a CPU."""
+    """Says why `rows` rows of `length` tokens do not fit into the GPU's memory. Empty if they fit, or without GPU."""
     device = cache.layers[0].keys.device
     if device.type != "cuda":
         return ""
@@ -572,7 +578,7 @@ def generate_with_graph(
             else:
                 graph = graph or _record_pass(token_pass, stream)
                 graph.replay()
-            # Sampling stays outside the graph, because a repetition penalty reads all tokens of a row, which grow.
+            # Sampling stays outside the graph, because a repetition penalty reads all tokens of a row: more each time.
             scores = processors(texts[:, :end], token_pass.scores.float())
             token = scores.softmax(-1).multinomial(1) if sampling.do_sample else scores.argmax(-1, keepdim=True)
             texts[:, end : end + 1] = token
@@ -608,7 +614,7 @@ class _TokenPass:
         self.place = torch.tensor([ids.shape[1] - 1], device=ids.device)
         self.cache = fix_cache(cache, prompts, self.place, length)
         # The mask is added to the scores of attention: 0 for a token that is there, the least number for padding and
-        # empty places. It has its full length, too, and `compute` opens one place per token.
+        # empty places. Like the cache it has its full length from the start. `compute` opens one place per token.
         hidden = torch.finfo(base.dtype).min
         self.bias = torch.full((len(prompts), 1, 1, length), hidden, dtype=base.dtype, device=ids.device)
         self.bias[:, 0, 0, : ids.shape[1]].masked_fill_(mask[prompts].bool(), 0.0)
@@ -644,7 +650,7 @@ def _record_pass(token_pass: _TokenPass, stream: torch.cuda.Stream) -> torch.cud
 
 
 def _make_processors(sampling: GenerationConfig) -> LogitsProcessorList:
-    """Makes what transformers applies to scores before it samples, in the same order, from the options in `_KNOWN`."""
+    """Makes the processors of scores that the options in `_KNOWN` ask for, in the order of transformers."""
     found = LogitsProcessorList()
     if sampling.repetition_penalty not in (None, 1.0):
         found.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))

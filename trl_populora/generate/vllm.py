@@ -5,10 +5,10 @@
 
 The base is frozen, so vLLM loads it once and it is never sent again. Only adapters change. `sync_weights` *publishes*
 every member that has changed: it loads the new version under a new name and id, and *probes* it, which means that it
-checks whether vLLM uses the new weights. A colocated engine gets tensors on its own device, one member's at a time,
-and vLLM writes them into the slot that the old version leaves. Servers get directories, because vLLM loads adapters
-over HTTP by path only. The directories lie where `adapter_dir` says. Without it they lie in shared memory, if that has
-space and all servers run on this host, or else in `output_dir`.
+checks whether vLLM uses the new weights. Members are published one after the other. A colocated engine gets a member's
+tensors themselves, and vLLM writes them into the slot that the old version leaves. Servers get directories, because
+vLLM's HTTP interface loads an adapter by its path. The directories lie where `adapter_dir` says. Without it they lie
+in shared memory, if that has space and all servers run on this host, or else in `output_dir`.
 
 TRL calls `sync_weights` before the first `generate` of an optimizer step (`_last_loaded_step` in the trainer).
 
@@ -75,8 +75,8 @@ class PopulationGeneration(VLLMGeneration):
 
     Attributes:
         seeds (`Sequence[int]`, *optional*): Sampling seeds of the next `generate`, one per row, length R.
-        temperatures (`Sequence[float]`): Temperature of each member, in the order of `members`; TRL's for all members
-            when empty.
+        temperatures (`Sequence[float]`): Temperature of each member, in the order of `members`. If it is empty, all
+            members have TRL's temperature.
     """
 
     seeds: Sequence[int] | None = None
@@ -104,8 +104,8 @@ class PopulationGeneration(VLLMGeneration):
         self._modules_checked = False
         self._count = 0
         super().__init__(model, **kwargs)
-        # A random id of the run, the main process's on all ranks. It is part of adapter names, because one server may
-        # serve several runs.
+        # A random id of the run: all ranks take the one that the main process has drawn. It is part of adapter names,
+        # because one server may serve several runs.
         self._run = gather_object([uuid.uuid4().hex[:8]])[0]
 
     @property
@@ -132,12 +132,13 @@ class PopulationGeneration(VLLMGeneration):
         return (
             {
                 "enable_lora": True,
-                # One for the base, too: vLLM then never takes a member's slot, see `_keeps_copies`.
+                # A slot for each member and one for the base. So vLLM never takes a member's slot for another adapter,
+                # and needs no copies of members (see `_keeps_copies`).
                 "max_loras": count + 1,
                 # vLLM refuses room for fewer adapters in host memory than on the device.
                 "max_cpu_loras": max(publish.count_adapters(count)[1], self.engine_kwargs.get("max_loras") or 0),
                 "max_lora_rank": find_permitted_rank(config),
-                # By itself vLLM casts an fp32 base to bf16. Its log-probabilities would then differ from the
+                # By itself vLLM casts an fp32 base to bf16. Then vLLM's log-probabilities would differ from the
                 # trainer's.
                 "dtype": computed_in.get(self.accelerator.mixed_precision, base_dtype),
                 # For a 4-bit base TRL asks vLLM to quantise with bitsandbytes. vLLM 0.31 cannot.
@@ -207,7 +208,7 @@ class PopulationGeneration(VLLMGeneration):
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
             damaged = {adapter.member for adapter in self.llm.find_damaged(self.published.values())}
-            if BASE_NAME in damaged:  # the next row of the base publishes it again
+            if BASE_NAME in damaged:  # `generate` publishes it again for the next row of the base
                 self.llm.unload(self.published.pop(BASE_NAME))
         # A member is published if any rank's part of it has changed, or if any rank's engine has damaged it. All ranks
         # must agree, because publishing is collective.
@@ -229,7 +230,7 @@ class PopulationGeneration(VLLMGeneration):
             self._count += 1
             adapter = Published(member, f"{member}-{self._run}-{self._count}", self._count)
             factors = self._read_factors(member)
-            # The base has the shapes of the first member, see `_read_factors`.
+            # The base's adapter of zeros has the shapes of the first member, see `_read_factors`.
             config = self.model.peft_config[self.members[0] if member == BASE_NAME else member]
             if self.mode == "colocate":
                 self._write(adapter, *fold(factors, config))
@@ -238,17 +239,18 @@ class PopulationGeneration(VLLMGeneration):
                 if member in self.published:
                     self.backend.unload(self.published[member])
             self.published[member] = adapter
-        # First the directories go that the previous publication replaced. Those replaced just now stay until the next.
+        # Removes the directories that the previous publication replaced. Those that this one replaced stay until the
+        # next publication.
         if self._shelf is not None:
             self._shelf.sweep_retired()
             for path in retired:
                 self._shelf.retire(path)
 
     def _read_factors(self, member: str) -> dict[str, torch.Tensor]:
-        """Reads a member's factors. For the base it makes zeros in the shapes of a member, which add nothing."""
+        """Reads a member's factors. For the base it makes zeros in a member's shapes: they add nothing."""
         if member == BASE_NAME:
             zeros = {key: value.zero_() for key, value in self._read_factors(self.members[0]).items()}
-            # A colocated engine writes zeros for the modules that an adapter leaves out, but wants one module.
+            # An adapter needs at least one module. For modules that it leaves out, a colocated engine writes zeros.
             return dict(islice(zeros.items(), 2)) if self.mode == "colocate" else zeros
         if self.mode == "server":
             return lora_members.read_member(self.model, member)
@@ -291,8 +293,8 @@ class PopulationGeneration(VLLMGeneration):
 
     def _check_modules(self, factors: Mapping[str, torch.Tensor], config: LoraConfig) -> None:
         """
-        Checks that the servers use what adapters add to every module: makes one adapter for all modules of one name,
-        such as `q_proj`, and compares the answers with it and without.
+        Checks that the servers use what adapters add to every module. Makes one adapter for all modules of one name,
+        such as `q_proj`, and one adapter that adds nothing. The servers must answer differently with the two.
         """
         generator = torch.Generator().manual_seed(0)
         kinds: dict[str, dict[str, torch.Tensor]] = {}
@@ -378,7 +380,7 @@ class PopulationGeneration(VLLMGeneration):
         if len(set(counts)) > 1:
             raise ValueError(
                 f"Ranks that ask vLLM together must ask for equally many rows, got {', '.join(map(str, counts))} rows "
-                "(in rank order). Fill up the ranks with fewer by repeating rows, and drop the extra completions."
+                "(in rank order). Where a rank has fewer, repeat some of its rows, and drop the extra completions."
             )
         all_rows, seeds = zip(*gathered, strict=True)
         return [row for part in all_rows for row in part], [seed for part in seeds for seed in part]
@@ -463,7 +465,7 @@ def make_vllm_generation(
     settings = {name: getattr(args, option) for name, option in named.items() if option in options}
     settings |= {
         "max_num_seqs": args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation,
-        "logprobs": 0,  # the sampled token's only: the importance sampling correction needs no other
+        "logprobs": 0,  # that of the sampled token: the importance sampling correction needs no other
         "generation_kwargs": make_vllm_kwargs(args.generation_kwargs, ends),
     }
     return PopulationGeneration(
