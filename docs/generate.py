@@ -33,7 +33,7 @@ SETTINGS = """\
 
 Every field of `PopuLoRAConfig` that TRL's `GRPOConfig` lacks or has another default for, in the order of the step. A
 recipe in YAML, the command line (`--teachers 2`) and a script (`PopuLoRAConfig(teachers=2)`) know the same names.
-*paper* is PopuLoRA itself (arXiv 2605.16727), *second hand* what digests say of it, *AZR* Absolute Zero Reasoner
+*paper* is PopuLoRA itself (arXiv 2605.16727), *second hand* what summaries of it say, *AZR* Absolute Zero Reasoner
 (arXiv 2505.03335); [statement by statement](../paper.md). Inherited options are in [another table](../options.md),
 LoRA and the base in TRL's `ModelConfig` (`--lora_r 32`).
 

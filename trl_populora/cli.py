@@ -113,7 +113,7 @@ class CheckKindArguments:
 
 
 def quickstart(arguments: Sequence[str]) -> None:
-    """Trains 2 teachers and 2 students on the embedded base: three minutes on two CPU cores."""
+    """Trains 2 teachers and 2 students on the embedded base: 3 to 5 minutes on two CPU cores."""
     from trl_populora.assets import find_shipped
 
     given = ["--config", str(find_shipped("recipes") / "tiny" / "quickstart.yaml")]
