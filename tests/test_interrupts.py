@@ -74,6 +74,22 @@ def test_a_stop_saves_the_members_where_no_checkpoints_are_wanted(base, tmp_path
     assert saved["step"] == read_saved_step(tmp_path / "members" / "student_0") == 2
 
 
+@pytest.mark.parametrize(
+    ("numbers", "error", "saved"),
+    [
+        ((signal.SIGINT, signal.SIGINT), KeyboardInterrupt, False),
+        ((signal.SIGTERM, signal.SIGINT), KeyboardInterrupt, False),
+        ((signal.SIGTERM, signal.SIGTERM), SystemExit, True),
+        ((signal.SIGINT, signal.SIGTERM), KeyboardInterrupt, True),
+    ],
+)
+def test_a_ctrl_c_after_a_signal_ends_the_run_at_once_and_a_sigterm_changes_nothing(
+    base, tmp_path, numbers, error, saved
+):
+    train(base, tmp_path, numbers, error)
+    assert find_newest(str(tmp_path)) == (str(tmp_path / "checkpoint-2") if saved else None)
+
+
 def test_where_nothing_was_saved_it_is_said(base, tmp_path, caplog):
     train(base, tmp_path, [signal.SIGINT, signal.SIGINT], KeyboardInterrupt)
     assert find_newest(str(tmp_path)) is None

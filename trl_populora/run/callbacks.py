@@ -426,7 +426,7 @@ class StopAtSignals(TrainerCallback):
     The context in which `train()` runs. A signal ends the run on all ranks after the step in which the signal came.
 
     The first Ctrl-C or SIGTERM lets the step finish. The run then saves a checkpoint, or with `save_strategy="no"`
-    only the members. A second Ctrl-C ends the run at once.
+    only the members. A Ctrl-C after the first signal ends the run at once.
 
     Args:
         trainer: The trainer that trains. Inside the context, this object is one of the trainer's callbacks.
@@ -474,14 +474,14 @@ class StopAtSignals(TrainerCallback):
             raise SystemExit(128 + signal.SIGTERM)
 
     def _receive(self, number: int, frame: Any) -> None:
-        # A second SIGTERM does not count: schedulers and launchers repeat it.
-        if self.received == number == signal.SIGINT:
+        if self.received is None:
+            self.received = number
+            if self.trainer.args.process_index == 0:
+                logger.warning(
+                    "The run ends after this step and saves. Another Ctrl-C ends it at once.%s", _tell_seconds_left()
+                )
+        elif number == signal.SIGINT:  # a second SIGTERM does not count: schedulers and launchers repeat it
             raise KeyboardInterrupt
-        if self.received is None and self.trainer.args.process_index == 0:
-            logger.warning(
-                "The run ends after this step and saves. A second Ctrl-C ends it at once.%s", _tell_seconds_left()
-            )
-        self.received = number
 
     def on_step_end(self, args, state, control, **kwargs):
         # A signal may reach only one rank, or two ranks in different steps. All ranks have to stop after the same
