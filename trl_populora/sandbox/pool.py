@@ -32,8 +32,8 @@ class Sandbox:
 
     Args:
         workers:
-            How many cores the programs may fill; the number of `cores` when not given. Up to three programs per
-            worker are alive at a time, so that no core waits while one is handed over or ends.
+            How many cores the programs are meant to fill; the number of `cores` when not given. Up to three programs
+            per worker are alive at a time: while one program is handed over or ends, another keeps the core busy.
         limits: Limits of jobs that bring none of their own.
         allow_weak: Runs programs even where the Linux kernel cannot confine them (level C).
         seed: Chooses the hash seeds, so that a run can be repeated.
@@ -195,7 +195,7 @@ def _log_level(sandbox: Sandbox) -> None:
     missing = [f"{name} ({reason})" for name, reason in sandbox.report()["layers"].items() if reason]
     logger.log(
         logging.WARNING if sandbox.level == "C" else logging.INFO,
-        "The sandbox runs %d programs at a time, at level %s. Layers that do not hold: %s.",
+        "The sandbox has %d workers and level %s. Layers that do not hold: %s.",
         sandbox.workers,
         sandbox.level,
         ", ".join(missing) or "none",
@@ -211,7 +211,7 @@ _PURPOSE = {
     "namespaces": "own network, mounts, processes, IPC and host name",
     "chroot": "an empty, deleted folder as root",
     "uid": "an unprivileged user and no capability",
-    "limits": "no files, no core dumps, few descriptors",
+    "limits": "no writing to files, no core dumps, few descriptors",
     "no_new_privs": "no gain by exec, not traceable",
     "landlock": "no file, TCP port, abstract socket or outside signal, as far as the kernel's version goes",
     "seccomp": "an allow-list of system calls for computing",

@@ -1,7 +1,7 @@
 """The messages between the trainer, a warm process ("zygote") and a program's process ("child").
 
-    trainer -> zygote   ORDER   control socket: fork a child. With the child's end of a private socket pair; no program
-    zygote  -> trainer  EVENT   control socket: that the zygote is ready or has failed, and how a child ended
+    trainer -> zygote   ORDER   control socket: fork a child. The child's end of a private socket pair comes with it
+    zygote  -> trainer  EVENT   control socket: the zygote is ready, the zygote has failed, or a child has ended
     trainer -> child    frame   private pair: the program and its inputs
     child   -> trainer  frame   private pair: one frame, then end of file
 

@@ -6,7 +6,7 @@ Two filters in classic BPF are assembled here and installed through `prctl`:
   needs to fork, kill and reap. There is no `open`, no `socket`, no `execve`, no `ptrace`, no `mount`, no `bpf`, no
   `io_uring`, no `keyctl`, no shared memory. It is a search tree, so a call costs about seven comparisons.
 * `child_filter`, once per program, on top of the first: refuses forking, killing, reaping, passing descriptors,
-  changing limits, and installing filters. It is short, because the kernel checks and translates it each time.
+  changing limits, and installing filters. It is short, because the kernel checks and translates it for each program.
 
 A refused call fails with EPERM, which Python shows as an `OSError` (`clone3` fails with ENOSYS). The numbers for
 aarch64 are those of the kernel's generic table; nobody has tried them on such a machine.
@@ -80,7 +80,7 @@ ZYGOTE_ONLY = {
 }
 PRLIMIT = (302, 261)
 CLONE3 = (435, 435)
-_MACHINE = os.uname().machine  # asked at import: the zygote makes the second filter when the first refuses `uname`
+_MACHINE = os.uname().machine  # asked at import: the first filter refuses `uname` later
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7), "arm64": (1, 0xC00000B7)}
 
 _LOAD, _JUMP_EQ, _JUMP_GE, _JUMP_GT, _RETURN = 0x20, 0x15, 0x35, 0x25, 0x06
@@ -113,7 +113,7 @@ class Filter:
         Puts the filter on the calling thread for good, which needs `PR_SET_NO_NEW_PRIVS`.
 
         Raises:
-            `OSError`: If the kernel refuses the filter. Nothing has changed then.
+            `OSError`: If the kernel refuses the filter. The thread then has no new filter.
         """
         if ctypes.CDLL(None, use_errno=True).prctl(*self._arguments):
             code = ctypes.get_errno()
@@ -132,7 +132,7 @@ def _return(action: int) -> Instruction:
 
 
 def _tree(numbers: list[int], default: int) -> list[Instruction]:
-    """Makes a binary search for the call's number, which has been loaded, among the allowed ones."""
+    """Makes a binary search among the allowed numbers. It expects that `_head` has loaded the call's number."""
     # Allowed numbers that follow each other are one run.
     runs: list[list[int]] = []
     for number in sorted(numbers):
@@ -202,7 +202,8 @@ def child_filter() -> Filter:
     """Makes the second filter, which refuses a program everything that only the zygote needs."""
     column, arch = _find_machine()
     numbers = [each[column] for name, each in ZYGOTE_ONLY.items() if name != "getrlimit"]
-    # A match jumps to the refusal: over the rest of this list, the test for `prlimit`, and the "allow" after it.
+    # If a number matches, the filter jumps to the refusal, over the rest of `checks`, the test for `prlimit`, and the
+    # "allow" after that test.
     checks = [(_JUMP_EQ, len(numbers) + 1 - i, 0, number) for i, number in enumerate(numbers)]
     return Filter(
         [
@@ -211,7 +212,7 @@ def child_filter() -> Filter:
             (_JUMP_EQ, 2, 0, PRLIMIT[column]),
             _return(_ALLOW),
             _return(_ERRNO | errno.EPERM),
-            *_argument_is_zero(2),  # `prlimit` may read limits: the argument with new ones must be NULL
+            *_argument_is_zero(2),  # `prlimit` may read limits but set none: the new limits must be NULL
             _return(_ALLOW),
         ]
     )

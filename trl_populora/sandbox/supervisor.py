@@ -189,7 +189,7 @@ class Supervisor:
     so that nothing here needs a lock.
 
     Args:
-        workers: Programs that run at a time. `UNDER_WAY` times as many may be under way.
+        workers: How many cores the programs are meant to fill. Up to `UNDER_WAY` programs per worker are under way.
         seed: Chooses the hash seeds.
         allow_weak: Whether level C is accepted.
         options: Options of every zygote, passed on its command line.
@@ -264,7 +264,7 @@ class Supervisor:
     def _workers(self) -> list[Worker]:
         return [each for pool in list(self.pools.values()) for each in list(pool)]
 
-    # The thread.
+    # What the supervisor's thread does.
 
     def _loop(self) -> None:
         try:
@@ -294,7 +294,7 @@ class Supervisor:
             self.listener.watch(worker.control, select.EPOLLIN, self._on_control, worker)
 
     def _pump(self) -> None:
-        """Takes the jobs of other threads into the queue, and starts as many as may be under way."""
+        """Moves new jobs from the inbox to the queue, then starts jobs up to `UNDER_WAY` per worker."""
         while self.inbox:
             pending = self.inbox.popleft()
             self.unresolved.add(pending)
@@ -304,7 +304,11 @@ class Supervisor:
                 break
 
     def _dispatch(self, pending: Pending) -> bool:
-        """Gives a job to the least busy zygote of its seed, or lets it wait; `False` if no file descriptor is left."""
+        """
+        Gives a job to the least busy zygote of its seed. If none of that seed may serve yet, the job waits.
+
+        Returns `False` if no file descriptor is left.
+        """
         if pending.future.cancelled():
             self.unresolved.discard(pending)
             return True
@@ -338,8 +342,8 @@ class Supervisor:
             except OSError as error:
                 self._lose(worker, f"it takes no orders: {error.strerror}")
                 return True
-        # The answer is read when the program has ended: to watch every socket would cost 4 %. `_check_late` listens to
-        # programs that take long, because they may be waiting for a full socket to be read.
+        # The answer is read when the program has ended: watching every socket would make the sandbox 4 % slower. A
+        # program that takes long may have filled its socket and wait. `_check_late` starts to read from such programs.
         if pending.send() & select.EPOLLOUT:
             self._listen(number, pending, select.EPOLLIN | select.EPOLLOUT)
         return True
@@ -394,7 +398,7 @@ class Supervisor:
         pending.close()
 
     def _finish_run(self, pending: Pending) -> None:
-        """Judges a run. Then queues the job's next run, resolves its verdict, or admits the zygote that was probed."""
+        """Judges a run. A probe decides about its zygote; any other job gets its next run or its verdict."""
         data, inputs = bytes(pending.data), len(pending.job.inputs)
         run = judge_run(data, inputs, pending.limits, pending.event)
         if pending.probe_of is not None:
@@ -414,7 +418,7 @@ class Supervisor:
         self._start(pending, worker)
 
     def _admit(self, worker: Worker, refused: list[bool], reason: str) -> None:
-        """Lets a zygote serve that has tried its own walls, or gives up when the host is too weak."""
+        """Decides about a zygote whose walls have been tried: it may serve, or the sandbox gives up on a weak host."""
         worker.refused = dict(zip(confine.PROBES, refused, strict=False))
         if worker.level == "C" and not self.allow_weak:
             self.failure = RuntimeError(worker.explain_weakness(reason))
@@ -427,7 +431,7 @@ class Supervisor:
             self.ready.set()
 
     def _lose(self, worker: Worker, reason: str) -> None:
-        """Replaces a zygote that is gone, and gives its jobs one more chance."""
+        """Kills and replaces a zygote that is gone or sick, and gives each of its jobs one more chance."""
         self.listener.forget(worker.control)
         words = worker.failure or ("" if worker.healthy else worker.read_last_words())
         worker.kill()
