@@ -16,8 +16,8 @@ Read the files in this order:
 
 What is covered, and by what:
 
-* *Attribution.* Each run of a job has a socket pair of its own, for the program, its inputs and its answer.
-  No other job's process ever holds this pair. The zygote passes the child's end on and reads nothing from it.
+* *Attribution.* Each run of a job has a socket pair of its own, for the program, its inputs and its answer. No
+  other job's process ever holds this pair. The zygote passes the child's end on and reads nothing from it.
 * *Golden answers* never leave the trainer. A child that forges its answer says no more than "f returned this".
 * *Status is observed.* Exit status, signal, CPU time and memory come from the kernel through the zygote, the wall time
   from the zygote's clock.
@@ -27,9 +27,9 @@ What is covered, and by what:
 * *Files, network, processes, signals, other memory.* Seccomp alone refuses all of them. Where the host allows it, the
   zygote also lives in namespaces of its own, in a deleted empty folder, as an unprivileged user, under Landlock.
   Before a zygote serves, its first child tries the walls from inside; `Sandbox.level` sums up which of them hold.
-* *Time and memory.* The zygote kills a program when its CPU time is used up, whatever the load. The wall clock ends
-  only a program that sleeps, or that has not ended after 120 times its CPU limit. The kernel limits the address space,
-  and a program cannot start processes.
+* *Time and memory.* The zygote kills a program when its CPU time is used up, however busy the host is. The wall
+  clock ends only a program that sleeps, or that has not ended after 120 times its CPU limit. The kernel limits the
+  address space, and a program cannot start processes.
 * *Determinism.* Each run of a job has another hash seed and another zygote. Every run after the first also has
   another heap layout and other limits of recursion and of the digits of integers. Every second run takes its inputs in
   reverse order. Clocks, hashes, addresses and the insides of the interpreter are guarded.

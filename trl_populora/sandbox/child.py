@@ -31,7 +31,7 @@ Calls = Generator[tuple[Callable, tuple], None, _T]  # yields a function and its
 # These names are looked up once, in the zygote. `zygote.py` says why.
 _exit, _read, _write, _Code = os._exit, os.read, os.write, types.CodeType
 _unpack, _length_of, _LENGTH_BYTES = marshal.loads, protocol.LENGTH.unpack, protocol.LENGTH.size
-# This answer is made in advance, because a program that has run out of memory leaves none to make it.
+# This answer is made in advance, because a program that has run out of memory leaves no memory to make it.
 _OUT_OF_MEMORY = pack_answer(protocol.MEMORY, ["the program ran out of memory"])
 
 # Names and bytecode instructions by which a result may come to depend on the order of a set, a hash or an address.

@@ -167,7 +167,7 @@ def build_walls(layers: Layers, without: tuple[str, ...] = ()) -> None:
         else:
             layers.attempt(name, build)
         if name == "uid" and layers["namespaces"] == "":
-            die_with_parent()  # asked again: with the change of user the kernel has forgotten the first request
+            die_with_parent()  # the second request: the change of user made the kernel forget the first
 
 
 def _chroot_into_nothing() -> None:

@@ -117,7 +117,7 @@ def _has_stable_hash(value: Any) -> bool:
     if kind in (tuple, frozenset):
         return all(map(_has_stable_hash, value))
     if kind in (float, complex):
-        return value == value  # not so for nan, whose hash is its address
+        return value == value  # false for nan, whose hash is its address
     return kind.__hash__ not in _SEEDED
 
 

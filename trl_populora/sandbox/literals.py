@@ -18,7 +18,7 @@ from typing import Any
 
 MAX_LENGTH = 65536  # characters of an answer
 MAX_DEPTH = 64  # brackets inside each other
-MAX_DIGITS = 4300  # characters of a decimal number; Python converts no longer integer either
+MAX_DIGITS = 4300  # characters of a decimal number, Python's own limit for integers
 MAX_SIGNS = 4  # signs in a row
 
 # A literal may hold only the names in `_NAMES`, and may call only the functions in `_CALLS`. It may call `float` only
@@ -73,13 +73,14 @@ def read_arguments(text: str, function: str = "f") -> tuple:
 
     Args:
         text: What a model wrote.
-        function: The only name that may be called.
+        function: Name of the function whose call is read. Of other functions, only those in `_CALLS` may be called.
 
     Raises:
         `LiteralError`: If the text is anything else, or exceeds a limit.
     """
     source = _scan(text, (function,))
-    # The scan has refused every text with an unmatched closing bracket. Such a bracket would end the added call early.
+    # Text without the call is put inside one. An unmatched closing bracket would end that call early, but the scan has
+    # refused such text.
     if not re.match(rf"{re.escape(function)}\s*\(", source):
         source = f"{function}({source}\n)"
     node = _parse(source)
@@ -127,7 +128,7 @@ def _nest(brackets: list[str], token: str) -> None:
 
 
 def _check_order(kinds: list[str]) -> None:
-    """Refuses more than `MAX_SIGNS` signs in a row, and `1if`: Python warns of a number that runs into a word."""
+    """Refuses more than `MAX_SIGNS` signs in a row, and a number that runs into a word (Python warns of `1if`)."""
     signs, previous = 0, "mark"
     for kind in kinds:
         signs = signs + 1 if kind == "sign" else signs if kind == "space" else 0

@@ -43,7 +43,7 @@ class Sandbox:
         processes:
             How many processes of this host have a `Sandbox`, this one included. This one gets its share of the
             workers, at least one.
-        without: Layers of confinement to leave out, for tests of the others.
+        without: Layers of confinement to leave out, so that tests can try the other layers alone.
         packages:
             Installed packages to load before the walls are built, such as `"numpy"`, which the tests of published
             benchmarks import. Programs may import them with `soft=False`.
@@ -104,7 +104,7 @@ class Sandbox:
         return self._supervisor.report()
 
     def close(self) -> None:
-        """Ends every program and zygote; unfinished jobs raise `RuntimeError`. It may be called twice."""
+        """Ends every program and zygote; futures of unfinished jobs raise `RuntimeError`. It may be called twice."""
         with self._closing:
             self._finalizer()
 
@@ -116,7 +116,7 @@ class Sandbox:
 
 
 def _folder_of(package: str) -> str:
-    """Finds the folder that an installed package lies in, because a zygote starts without site-packages."""
+    """Finds the folder that holds an installed package. A zygote needs it: it starts without site-packages."""
     spec = importlib.util.find_spec(package.partition(".")[0])
     if spec is None or spec.origin is None:
         raise ValueError(f"`packages` names {package!r}, which is not installed")
@@ -139,8 +139,8 @@ class SandboxSettings:
     sandbox_allow_weak: bool = False
 
     def __post_init__(self):
-        # The bounds 64 MiB and an hour are those of `Limits`. An error of `Limits` would name fields that are no
-        # options.
+        # `Limits` has the same bounds, 64 MiB and an hour. They are checked here as well, because an error of `Limits`
+        # would name its own fields and not the options.
         for name, least in (("sandbox_workers", 1), ("sandbox_memory_mb", 64)):
             if (value := getattr(self, name)) is not None and not value >= least:
                 raise ValueError(f"`{name}` must be at least {least}, got {value}.")

@@ -105,7 +105,8 @@ class Filter:
         self.length = len(instructions)
         program = ctypes.byref(_Program(self.length, code))
         self._arguments = (_PR_SET_SECCOMP, _MODE_FILTER, program, 0, 0)
-        # Every child calls this, so it is bare and fetches no error number. It returns -1 if the kernel refuses.
+        # Every child makes this call, so it must be fast and fetches no error number. It returns -1 if the kernel
+        # refuses.
         self.try_to_install = partial(ctypes.CDLL(None).prctl, *self._arguments)
 
     def install(self) -> None:
@@ -140,7 +141,7 @@ def _tree(numbers: list[int], default: int) -> list[Instruction]:
             runs[-1][1] = number + 1
         else:
             runs.append([number, number + 1])
-    # The edges alternate: from one number on calls are allowed, from the next one on refused.
+    # The edges alternate: at one edge a run of allowed numbers begins, at the next edge a run of refused numbers.
     edges = [edge for run in runs for edge in run]
 
     def branch(low: int, high: int) -> list[Instruction]:
@@ -155,7 +156,10 @@ def _tree(numbers: list[int], default: int) -> list[Instruction]:
 
 
 def _head(arch: int) -> list[Instruction]:
-    """Kills the process at a call of another architecture, where numbers mean other calls; then loads the number."""
+    """
+    Kills the process if a call is made for another architecture, where numbers mean other calls. Otherwise loads the
+    call's number.
+    """
     return [(_LOAD, 0, 0, _ARCH), (_JUMP_EQ, 1, 0, arch), _return(_KILL), (_LOAD, 0, 0, _NUMBER)]
 
 
@@ -190,8 +194,8 @@ def zygote_filter() -> Filter:
             *_head(arch),
             # glibc tries `clone3` first, and tries `clone` only after ENOSYS.
             *_if_number(CLONE3[column], [_return(_ERRNO | errno.ENOSYS)]),
-            # `prlimit` works on the caller itself only (process 0). A child that could limit its zygote would end all
-            # later jobs.
+            # `prlimit` is allowed only for the caller itself (process 0). A child that could limit its zygote could
+            # make all later jobs fail.
             *_if_number(PRLIMIT[column], [*_argument_is_zero(0), _return(_ALLOW)]),
             *_tree(numbers, refuse),
         ]

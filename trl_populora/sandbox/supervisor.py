@@ -47,7 +47,7 @@ class Pending:
         limits: The job's limits, or the sandbox's.
     """
 
-    probe_of: Worker | None = None  # the zygote whose walls this job tries
+    probe_of: Worker | None = None  # for a probe: the zygote whose walls it tries
 
     def __init__(self, job: Job, limits: Limits):
         self.job, self.limits = job, limits
@@ -135,7 +135,7 @@ class Pending:
 
 
 class Listener:
-    """Calls the handler of each socket that has something to say. Any thread may call `wake`."""
+    """Calls the handler of each socket that is ready. Any thread may call `wake`, which ends the waiting."""
 
     def __init__(self) -> None:
         self.epoll = select.epoll()
@@ -206,7 +206,7 @@ class Supervisor:
         self.queue: deque[Pending] = deque()  # jobs that wait until fewer are under way
         self.waiting: dict[int, deque[Pending]] = {}  # jobs by seed index, until a zygote of that seed may serve
         self.running: dict[int, Pending] = {}  # jobs under way, by number of the run
-        self.unresolved: set[Pending] = set()  # taken from the inbox and without a verdict
+        self.unresolved: set[Pending] = set()  # jobs that were taken from the inbox and have no verdict yet
         self.numbers = itertools.count(1)
         self.failed_starts = 0
         self.respawns: Counter[str] = Counter()
@@ -449,7 +449,7 @@ class Supervisor:
                 pending.retried = True
                 self.queue.appendleft(pending)
         self.respawns[reason] += 1
-        self.failed_starts += not worker.healthy  # a zygote that was admitted once did start
+        self.failed_starts += not worker.healthy  # the end of an admitted zygote is no failed start
         if self.failed_starts >= FAILED_STARTS:
             self.failure = RuntimeError(f"{FAILED_STARTS} zygotes in a row did not start: {words}")
             self.closed = True
@@ -457,7 +457,7 @@ class Supervisor:
             self._populate(worker.seed_index)
 
     def _check_late(self) -> None:
-        """Replaces zygotes that do not start or do not report, and listens to programs that take long."""
+        """Replaces zygotes that do not start or do not report; begins to read answers of programs that take long."""
         now = time.monotonic()
         self.next_check = now + 0.5
         for worker in self._workers():
@@ -508,14 +508,14 @@ def _after_fork() -> None:
     """
     Closes the copies of the sockets to zygotes and programs in a process that was forked from the trainer.
 
-    A zygote ends when nobody holds the other end of its socket. A copy in the fork would keep it alive after the
-    trainer. The fork has no supervisor thread, so using the sandbox there raises.
+    A zygote ends when nobody holds the other end of its socket. A copy in the fork would keep the zygote alive after
+    the trainer has ended. The fork has no supervisor thread, so a job that is submitted there raises.
     """
     for each in _alive:
         each.closed = True
         for worker in each._workers():
             worker.control.close()
-            worker.process.returncode = 0  # the zygote is no child of this process, which could not wait for it
+            worker.process.returncode = 0  # so nobody waits for the zygote here: it is no child of this process
         for pending in each.running.values():
             pending.close()
         each.listener.epoll.close()

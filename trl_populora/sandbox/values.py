@@ -64,7 +64,7 @@ class _Encoder:
         self.max_depth, self.ordered = max_depth, ordered
 
     def spend(self, size: int) -> None:
-        """Takes one part of `size` bytes from the budgets, before the part's text is made."""
+        """Subtracts `size` bytes and one node from the budgets, before the text of a part is made."""
         self.bytes -= size
         self.nodes -= 1
         if self.bytes < 0:
@@ -363,5 +363,5 @@ def to_literal(value: Any) -> str:
 def _complex_literal(value: complex) -> str:
     parts = (value.real, value.imag)
     plain = all(part == part and abs(part) != float("inf") and repr(part) != "-0.0" for part in parts)
-    # `-1j` is read as the negative of `1j`, whose real part is then -0.0.
+    # Python reads `-1j` as the negative of `1j`, so its real part is -0.0. A real part of 0.0 needs `complex(...)`.
     return repr(value) if plain and (parts[0] or parts[1] >= 0) else f"complex({parts[0]!r}, {parts[1]!r})"

@@ -56,7 +56,7 @@ class Worker:
         os.set_blocking(self.errors.fileno(), False)
         self.born = time.monotonic()
         self.jobs: set[int] = set()  # numbers of the runs that it has under way
-        self.layers: dict[str, str] = {}  # each layer of walls, with the reason why it does not hold
+        self.layers: dict[str, str] = {}  # for each layer of walls why it does not hold, or ""
         self.refused: dict[str, bool] = {}  # each probe, and whether the walls refused it
         self.healthy = False  # whether it has tried its walls and may serve
         self.failure = ""  # the error with which it failed to start
@@ -113,7 +113,7 @@ class Worker:
                 try:
                     report = json.loads(report)
                 except ValueError:
-                    return None  # no zygote writes this, so it counts as gone
+                    return None  # a zygote that sends what no zygote sends counts as gone
             found.append((*protocol.EVENT.unpack_from(data), report))
 
     def read_last_words(self) -> str:

@@ -166,7 +166,11 @@ class Zygote:
         return max(0, int((moment - _now()) * 1000) + 1) if moment < _FOREVER else 1000
 
     def _accept(self) -> tuple[bool, tuple[int, int, int] | None]:
-        """Follows one order; returns whether the trainer's end is open and, in the child, what [`loop`] returns."""
+        """
+        Reads one order and forks a child for it.
+
+        Returns whether the trainer's end is open and, in the child, the three values that [`loop`] returns.
+        """
         data, ancillary, _, _ = self.control.recvmsg(_ORDER_BYTES, _FD_BYTES)
         if not data:
             return False, None
@@ -182,7 +186,7 @@ class Zygote:
         return True, None
 
     def _reap(self) -> None:
-        """Takes up the children that have ended, and reports how each ended and what it used."""
+        """Reaps the children that have ended, and reports how each ended and what it used."""
         while self.children:
             pid, status, usage = _wait4(-1, _WNOHANG)
             if pid == 0:
