@@ -2,7 +2,7 @@
 
     trainer: supervisor and judge, knows the golden answers
        |  control socket: orders and events            one private socket pair per run
-    zygote: exec'd fresh, warm, confined, one hash seed ---- forks ---->  child: one program
+    zygote: started by exec, warm, confined, one hash seed ---- forks ---->  child: one program
 
 Read the files in this order:
 
@@ -16,8 +16,8 @@ Read the files in this order:
 
 What is covered, and by what:
 
-* *Attribution.* A job's source, inputs and answer travel on a socket pair that no other job's process ever holds. The
-  zygote passes this socket on and reads nothing from it.
+* *Attribution.* Each run of a job has a socket pair of its own, for the program, its inputs and its answer. No
+  other job's process ever holds this pair. The zygote passes the child's end on and reads nothing from it.
 * *Golden answers* never leave the trainer. A child that forges its answer says no more than "f returned this".
 * *Status is observed.* Exit status, signal, CPU time and memory come from the kernel through the zygote, the wall time
   from the zygote's clock.
@@ -27,14 +27,14 @@ What is covered, and by what:
 * *Files, network, processes, signals, other memory.* Seccomp alone refuses all of them. Where the host allows it, the
   zygote also lives in namespaces of its own, in a deleted empty folder, as an unprivileged user, under Landlock.
   Before a zygote serves, its first child tries the walls from inside; `Sandbox.level` sums up which of them hold.
-* *Time and memory.* The zygote kills a program when its CPU time is used up, whatever the load. The wall clock ends
-  only a program that sleeps, or that has not ended after 120 times its CPU limit. The kernel limits the address space,
-  and a program cannot start processes.
+* *Time and memory.* The zygote kills a program when its CPU time is used up, however busy the host is. The wall
+  clock ends only a program that sleeps, or that has not ended after 120 times its CPU limit. The kernel limits the
+  address space, and a program cannot start processes.
 * *Determinism.* Each run of a job has another hash seed and another zygote. Every run after the first also has
   another heap layout and other limits of recursion and of the digits of integers. Every second run takes its inputs in
   reverse order. Clocks, hashes, addresses and the insides of the interpreter are guarded.
-* *One face.* A run does not tell its program whether it decides about a proposal, a blind guess or an attempt.
-  `README.md` lists what a program sees of its run.
+* *One face.* A program is not told what its run is for: to check a proposal, a blind guess or an attempt. `README.md`
+  lists what a program sees of its run.
 * *Coins.* Programs cannot import modules that exist to scramble: digests, checksums, random generators (`soft.py`).
 * *The end of the trainer*, even by SIGKILL. Each zygote sees its socket close. Then it ends, and all its children with
   it.
@@ -43,8 +43,7 @@ What is not covered:
 
 * holes in the kernel or the processor, side channels included;
 * wrong answers that a program returns on purpose: rewards deal with them;
-* randomness that neither the guards nor the repeated runs find, above all a result that rarely changes with a set's
-  order;
+* randomness that the guards and the repeated runs miss, above all a result that only few orders of a set change;
 * another process of the trainer's own user that attacks the zygotes;
 * machines other than x86-64: nothing here was measured on them.
 

@@ -31,7 +31,7 @@ Calls = Generator[tuple[Callable, tuple], None, _T]  # yields a function and its
 # These names are looked up once, in the zygote. `zygote.py` says why.
 _exit, _read, _write, _Code = os._exit, os.read, os.write, types.CodeType
 _unpack, _length_of, _LENGTH_BYTES = marshal.loads, protocol.LENGTH.unpack, protocol.LENGTH.size
-# This answer is made in advance, because a program that has run out of memory leaves none to make it.
+# This answer is made in advance, because a program that has run out of memory leaves no memory to make it.
 _OUT_OF_MEMORY = pack_answer(protocol.MEMORY, ["the program ran out of memory"])
 
 # Names and bytecode instructions by which a result may come to depend on the order of a set, a hash or an address.
@@ -75,15 +75,16 @@ def run_payload(payload: Payload, guard: Guard, answer: list) -> Calls[bytes]:
     Args:
         payload: What to run.
         guard: The soft layer.
-        answer: Takes what comes of each call: whether it returned, and what it returned or raised.
+        answer: The list that `launch.py` fills after each call: whether the call returned, and what it returned or
+            raised.
     """
     try:
         word, outputs = yield from _run(payload, guard, answer)
     except BaseException as error:  # noqa: B036 - a program may raise anything, and any of it is its result
         raised = error
     else:
-        # The guard stops a program by an exception. A program that catches it is judged by the guard's finding all the
-        # same.
+        # The guard stops a program by raising an exception. If the program catches the exception and goes on, the
+        # guard's finding is still its answer.
         return pack_answer(*guard.finding) if guard.finding else pack_answer(word, outputs)
     if guard.finding:
         return pack_answer(*guard.finding)
@@ -95,7 +96,7 @@ def run_payload(payload: Payload, guard: Guard, answer: list) -> Calls[bytes]:
     if kind is _BadOutput:
         return pack_answer(protocol.BAD_OUTPUT, [protocol.make_line(str(raised))])
     try:
-        # `str` may call the exception's `__str__`, which is the program's own code, too.
+        # `str` may call the exception's `__str__`, and the program may have written that method.
         text = str.__str__((yield from _call(answer, str, raised)))
     except _Failed:
         return pack_answer(protocol.ERROR, ["an exception that cannot be described"])
@@ -178,7 +179,7 @@ def _block(size: int) -> object:
 
 
 def _order_matters(code: types.CodeType) -> bool:
-    """Says whether the code uses sets, hashes, addresses or `repr`: then two runs may agree by luck."""
+    """Says whether the code uses sets, hashes, addresses or `repr`. If so, two runs may agree by luck."""
     # In `co_code` every second byte is an instruction. The byte after it is the instruction's argument.
     if not _ORDER_NAMES.isdisjoint(code.co_names) or not _ORDER_CODES.isdisjoint(code.co_code[::2]):
         return True

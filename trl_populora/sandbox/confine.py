@@ -1,8 +1,8 @@
 """The walls, which a zygote builds around itself once before it serves, and the probes that test them.
 
-The layers are namespaces, chroot, uid, resource limits, `no_new_privs`, Landlock and seccomp. The zygote builds each
-layer that the host allows, and notes for every other one why it does not hold. A program that only computes misses
-nothing: the zygote has loaded all modules before files are refused, and the program needs no other file.
+The layers are namespaces, chroot, uid, resource limits, `no_new_privs`, Landlock and seccomp. The zygote tries to
+build every layer. If the host refuses a layer, the zygote notes the reason and goes on. A program that only computes
+misses nothing: the zygote has loaded all modules before the walls refuse files, and the program needs no other file.
 
 The zygote's first child then tries the walls from inside. The trainer sums up layers and probes as a level: A, B or C.
 """
@@ -79,12 +79,12 @@ def enter_namespaces(layers: Layers) -> None:
     """
     Enters new namespaces for network, mounts, processes, IPC and host name.
 
-    Where the host allows it, the function returns in a new process, which has number 1 in its namespace. The calling
-    process stays outside of that namespace, waits for the new process, and ends with it. Without privileges the other
-    namespaces need a user namespace around them.
+    If the host allows namespaces, the function returns in a new process, which has number 1 in its namespace. The
+    calling process stays outside of that namespace, waits for the new process, and ends with it. A process without
+    privileges may create these namespaces only inside a new user namespace, so it enters one as well.
     """
-    # Some distributions let `unshare` succeed, and refuse the mount or `chroot` that must follow. So a throw-away
-    # child tries all of them first.
+    # Some distributions let `unshare` succeed, and then refuse the mount or the `chroot`. So a throw-away child first
+    # tries `unshare`, mount and `chroot`.
     for flags in (_SPACES, _SPACES | CLONE_NEWUSER):
         if _survives(_unshare, flags):
             layers.attempt("namespaces", _unshare, flags)
@@ -128,7 +128,8 @@ def _unshare(flags: int) -> None:
     uid, gid = os.geteuid(), os.getegid()
     _call("unshare", flags)
     if flags & CLONE_NEWUSER:
-        # Maps this user to nobody inside. The kernel wants `setgroups` denied before an ordinary user maps groups.
+        # Inside the new user namespace this user has the number of nobody. The kernel lets an ordinary user map groups
+        # only after `setgroups` has been denied.
         _write("/proc/self/setgroups", "deny")
         _write("/proc/self/uid_map", f"{_NOBODY} {uid} 1")
         _write("/proc/self/gid_map", f"{_NOBODY} {gid} 1")
@@ -166,7 +167,7 @@ def build_walls(layers: Layers, without: tuple[str, ...] = ()) -> None:
         else:
             layers.attempt(name, build)
         if name == "uid" and layers["namespaces"] == "":
-            die_with_parent()  # asked again: with the change of user the kernel has forgotten the first request
+            die_with_parent()  # the second request: the change of user made the kernel forget the first
 
 
 def _chroot_into_nothing() -> None:
@@ -193,7 +194,7 @@ def _chroot_into_nothing() -> None:
 
 
 def _drop_user() -> None:
-    """Gives up every capability. Root also becomes an unprivileged user, if possible one that nobody else is."""
+    """Gives up every capability. Root also becomes an unprivileged user, if possible with an unused uid."""
     if os.geteuid() == 0:
         uid = _OWN_UIDS + os.getpid() % 100_000_000
         os.setgroups([])
@@ -226,7 +227,10 @@ def _lock_privileges() -> None:
 
 
 def _landlock() -> None:
-    """Forbids files, TCP ports, abstract sockets and signals to the outside, as far as this kernel's Landlock goes."""
+    """
+    Forbids files, TCP ports, abstract sockets of outside processes, and signals to them. An older kernel's Landlock
+    forbids only some of these.
+    """
     # A ruleset lists rights as bits. Landlock refuses each listed right that no rule allows, and here is no rule.
     # Newer versions (`abi`) know more rights. A version refuses a ruleset with bits that it does not know.
     abi = _call("syscall", _LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(1))
@@ -251,9 +255,9 @@ def prepare_child_walls(layers: Layers) -> Callable[[int], None]:
 
     Where the zygote has no namespaces of its own, the child first asks to be killed when the zygote ends. Then it
     limits its CPU time and processes, limits its address space to `memory` bytes, and installs the second seccomp
-    filter if the zygote's own filter holds. The zygote ends a child that is over its time; the kernel's CPU limit is
-    for the case that the zygote does not. Everything is prepared in the zygote, because each memory page that a child
-    writes to has to be copied.
+    filter if the zygote's own filter holds. The zygote kills a child that is over its time. If it does not, the
+    kernel's CPU limit ends the child later. Everything is prepared in the zygote, because each memory page that a
+    child writes to has to be copied.
     """
     install = seccomp.child_filter().try_to_install if layers.get("seccomp") == "" else None
     # In namespaces of its own the zygote is process number 1. When it ends, the kernel ends all others there.
@@ -320,7 +324,7 @@ def _raise_limit() -> None:
 
 
 def _limit_parent() -> None:
-    resource.prlimit(os.getppid() or 1, resource.RLIMIT_CORE, (0, 0))  # the limit that the zygote has anyway
+    resource.prlimit(os.getppid() or 1, resource.RLIMIT_CORE, (0, 0))  # as `_limit_resources` has set it
 
 
 def _use_another_descriptor() -> None:
@@ -343,10 +347,10 @@ def _be_root() -> None:
 
 
 def _exec() -> None:
-    os.execv("/proc/self/exe", ["python", "-c", ""])  # noqa: S606 - it must not work
+    os.execv("/proc/self/exe", ["python", "-c", ""])  # noqa: S606 - the walls must refuse it
 
 
-# `exec` comes last: if it succeeded, another program would run in this process.
+# `exec` comes last: an `exec` that is not refused replaces this process, and no probe could follow.
 PROBES = {
     "open /": _open_root,
     "create a file": _create_file,
@@ -382,8 +386,8 @@ def find_level(layers: dict[str, str], refused: dict[str, bool]) -> str:
     Sums up layers and probes as `"A"`, `"B"` or `"C"`.
 
     A needs namespaces, chroot, an unprivileged uid, Landlock and seccomp. B needs seccomp, and an unprivileged uid or
-    Landlock. Everything else is C. A host on which a probe was not refused, or none was tried, is C, too,
-    whatever the layers claim.
+    Landlock. Everything else is C. A host is C in two more cases, whatever the layers claim: if the walls did not
+    refuse every probe, or if no probe was tried.
 
     Args:
         layers: For each layer the reason why it does not hold; `""` if it holds.

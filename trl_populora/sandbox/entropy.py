@@ -1,8 +1,8 @@
 """Guards what differs between two runs of a program, or between two interpreters.
 
 *Between runs*: clocks, hashes and addresses. `make_facades` gives programs guarded copies of `time` and `datetime`, in
-which arithmetic on given dates still works. It also copies modules that hold a forbidden module, without that module.
-`make_builtins` guards `hash` and `id`.
+which arithmetic on given dates still works. Some allowed modules hold a forbidden module as an attribute; programs get
+copies of them that lack the attribute. `make_builtins` guards `hash` and `id`.
 
 *Between interpreters*: versions, limits and the insides of objects. Repeated runs on one host would not show these, so
 a program is stopped if its text names something that the language leaves open (`INSIDES`). Every run after the
@@ -71,7 +71,7 @@ def _guard_time(stop: Stop) -> types.ModuleType:
 
         return guarded
 
-    facade.sleep = lambda seconds, /: None  # does not wait: a program without a clock cannot tell
+    facade.sleep = lambda seconds, /: None  # returns at once: a program without a clock cannot notice
     for name, position in (("localtime", 0), ("gmtime", 0), ("ctime", 0), ("asctime", 0), ("strftime", 1)):
         setattr(facade, name, demand_time(name, position))
     return facade
@@ -117,15 +117,16 @@ def _has_stable_hash(value: Any) -> bool:
     if kind in (tuple, frozenset):
         return all(map(_has_stable_hash, value))
     if kind in (float, complex):
-        return value == value  # not so for nan, whose hash is its address
+        return value == value  # false for nan, whose hash is its address
     return kind.__hash__ not in _SEEDED
 
 
 class Address(int):
     """
-    The base class of what the guarded `hash` and `id` return.
+    The base class of the objects that the guarded `hash` and `id` return.
 
-    They return plain numbers in two cases: inside a `__hash__` of the program, and for the hash of an `int` or `bool`.
+    In two cases the two functions return plain numbers instead: when a `__hash__` of the program calls them, and when
+    `hash` gets an `int` or `bool`.
     """
 
     __slots__ = ()
@@ -137,27 +138,26 @@ _ADDRESS_USES = {*dir(int)} - {*dir(object)} | {
     f"__{name}__" for name in ("lt", "le", "gt", "ge", "str", "repr", "format", "reduce", "reduce_ex")
 }
 _FIRST_ADDRESS = 1 << 40  # far from numbers that programs compare an address with, such as -1 and 0
-_ADDRESS_STEP = 1_000_003  # a prime: with a power of two, an address would end in the same bits in every run
+_ADDRESS_STEP = 1_000_003  # a prime: steps of a power of two would give an address the same last bits in every run
 
 
 def make_builtins(stop: Stop, limits: Limits) -> dict[str, Callable]:
     """
     Makes guarded versions of `hash` and `id`.
 
-    What they return can be a dict's key and be compared for equality. A program that uses it through an attribute in
-    `_ADDRESS_USES` is stopped. `hash` also stops a program that asks for a hash which differs between processes.
+    A program may use their results as keys of dicts and compare them for equality. It is stopped when it uses a result
+    through an attribute in `_ADDRESS_USES`, and when it asks for a hash that differs between processes.
     """
     real_hash, real_id = hash, id
-    # Functions in C, such as `operator.index`, read the number inside an [`Address`] and call none of its guards. Two
-    # forked children may hold an object at the same address, so that the runs would agree. So `id` makes up its
-    # numbers, other ones in each run.
+    # Functions in C, such as `operator.index`, read the number inside an [`Address`] and call none of its guards. If
+    # that number were the real address, it could be the same in two forked children, and the runs would agree. So
+    # `id` makes its numbers up, and each run has other numbers.
     numbers: dict[int, int] = {}
 
     def is_within_hash() -> bool:
-        # Inside a `__hash__` that the program defines, `hash` and `id` give plain numbers, so that the method may
-        # combine them. If the program calls `hash` on its object, that call comes from outside the method and is
-        # guarded. A direct call of `x.__hash__()` is not: `_ORDER_NAMES` in child.py makes the trainer ask for more
-        # runs.
+        # A `__hash__` that the program defines gets plain numbers from `hash` and `id`, so that it may combine them.
+        # When the program then calls `hash(x)` from outside that method, this call is guarded. A direct call of
+        # `x.__hash__()` is not guarded. But it makes the trainer ask for more runs (`_ORDER_NAMES` in child.py).
         return sys._getframe(2).f_code.co_name == "__hash__"
 
     def guarded_hash(value: object, /) -> int:
@@ -174,7 +174,7 @@ def make_builtins(stop: Stop, limits: Limits) -> dict[str, Callable]:
         stop("hash() and id() give nothing to compute with: they depend on this Python or on this run")
 
     for name in _ADDRESS_USES:
-        # Special methods must be functions. If they were properties, Python would pass over what a property raises.
+        # Special methods must be functions. If they were properties that raise, Python would ignore the exceptions.
         setattr(GuardedAddress, name, stop_use if name.startswith("__") else property(stop_use))
 
     def guarded_id(value: object, /) -> int:
@@ -275,8 +275,9 @@ class Limits:
     """
     The limits of recursion and of the digits of integers.
 
-    A program that asks for a limit reads Python's own, or the one that it has set. In runs after the first, higher
-    limits hold instead. Only a limit of digits that the program has set holds as it is in every run.
+    A program that asks for a limit is told Python's own limit, or the limit that the program has set. In the first run
+    this limit holds. In later runs a higher limit holds, with one exception: a limit of digits that the program has
+    set holds unchanged in every run.
     """
 
     def __init__(self) -> None:
@@ -308,8 +309,8 @@ class Limits:
 
 def guard_sys(facade: type, limits: Limits, stop: Callable[[str], Any]) -> None:
     """
-    Adds guarded attributes to a class of `sys` facades. A program may read limits and the version.
-    Reading an attribute in `_FACTS` stops it.
+    Adds guarded attributes to a class of `sys` facades. A program may read the limits, and use the version as
+    far as [`Version`] allows. A program that reads an attribute in `_FACTS` is stopped.
     """
     given: dict[str, object] = {name: getattr(limits, name) for name in _LIMITS}
     given["version_info"] = Version(lambda: stop("sys.version_info depends on the interpreter"))

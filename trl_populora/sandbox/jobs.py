@@ -38,7 +38,8 @@ class Limits:
         program_bytes: Longest program that is accepted, in UTF-8.
 
     Raises:
-        `ValueError`: If a limit is not positive, allows more than an hour, or leaves no memory for the interpreter.
+        `ValueError`: If a limit is not positive, `cpu_seconds` is above 3600, or `memory_bytes` is below 64 MiB, which
+            the interpreter needs.
     """
 
     cpu_seconds: float = 2.0
@@ -70,9 +71,9 @@ class Job:
             that the program is to see. One process calls the function with each of them in turn, until a call fails.
             Without inputs the program is only executed, and `function` must exist.
         runs:
-            How many independent runs the program gets, each under another hash seed; the runs must agree. If two or
-            more are asked for, a program that makes sets or uses `hash`, `id` or `repr` gets at least six. A choice
-            between two results by the order of a set passes two runs half of the time.
+            How many independent runs the program gets, each under another hash seed; the runs must agree. If `runs` is
+            2 or more, a program that makes sets or uses `hash`, `id` or `repr` gets at least six. The reason: if the
+            order of a set chooses between two results, two runs still agree half of the time.
         limits: Limits of every run of this job; those of the sandbox when not given.
         function: Name of the function that is called.
         headroom:

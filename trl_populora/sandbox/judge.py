@@ -17,7 +17,7 @@ from .jobs import Limits, Status, Verdict
 from .values import is_canonical
 
 
-# What a child may say about itself, and the status that its run gets for it.
+# The failures that a child may report about itself, and the status that its run gets for each.
 _CLAIMS = {
     protocol.ERROR: Status.ERROR,
     protocol.MEMORY: Status.MEMORY,
@@ -64,7 +64,8 @@ def judge_run(data: bytes, inputs: int, limits: Limits, seen: Observation) -> Ru
     Judges one run.
 
     Args:
-        data: All bytes from the child until end of file. Of more than the largest frame, one byte more is kept.
+        data: The bytes that the child sent until end of file. If it sent too many, the receiver has kept one byte more
+            than the largest frame.
         inputs: How many outputs are expected.
         limits: The limits of the run.
         seen: What was observed from outside.

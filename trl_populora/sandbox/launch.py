@@ -1,8 +1,8 @@
 """The script of a zygote. In a child its loop calls the program, and no other frame lies below the program's frames.
 
 `main` deletes the names of this script and serves orders until it is in a child. There `main` yields one call after
-another, and is suspended while a call runs. So a program that goes down the frames finds this script alone, with the
-call and with `answer`, a list of two.
+another, and is suspended while a call runs. So a program that goes down the frames finds this script alone, with three
+names: `function` and `arguments` of the call that runs, and `answer`, which holds the result of the call before.
 """
 
 import os
@@ -13,8 +13,8 @@ import types
 # Some modules register work for every forked child. `random`, for one, reseeds its hidden generator with 2.5 KB from
 # the kernel, which costs more than most programs. Children need none of it.
 os.register_at_fork = lambda **_: None
-# Python puts the folder of a script first on the path. That folder becomes a package under another name, so that its
-# relative imports work without importing `trl_populora`.
+# Python puts the folder of this script first on the path. The script takes the folder off and makes it a package named
+# `sandbox_room`. So the relative imports in the folder work, and nothing imports `trl_populora`.
 package = types.ModuleType("sandbox_room")
 package.__path__ = [sys.path.pop(0)]
 sys.modules["sandbox_room"] = package

@@ -4,8 +4,9 @@
 
 The scan lets through strings, numbers, brackets, commas, colons, signs and a handful of names, under limits on length,
 nesting, digits and signs. `ast.parse` gets only text that has passed. A closed list of node types turns the tree into
-plain data. There is no attribute, no comprehension and no f-string; no call but four named forms and the one
-around the arguments in [`read_arguments`]; and no operator but signs and the `+` or `-` of a complex number.
+plain data. Attributes, comprehensions and f-strings are refused. The only calls are those of `set`, `frozenset`,
+`complex` and `float`, and in [`read_arguments`] the call around the arguments. The only operators are signs, and the
+`+` or `-` of a complex number.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 MAX_LENGTH = 65536  # characters of an answer
 MAX_DEPTH = 64  # brackets inside each other
-MAX_DIGITS = 4300  # decimal digits of an integer: where Python itself stops converting
+MAX_DIGITS = 4300  # characters of a decimal number, Python's own limit for integers
 MAX_SIGNS = 4  # signs in a row
 
 # A literal may hold only the names in `_NAMES`, and may call only the functions in `_CALLS`. It may call `float` only
@@ -26,7 +27,8 @@ _NAMES = {"None": None, "True": True, "False": False, "nan": float("nan"), "inf"
 _CALLS = ("set", "frozenset", "complex", "float")
 _FLOAT_WORDS = ("nan", "inf", "-inf", "+inf", "infinity", "-infinity")
 # A string is matched whole, so that a bracket or a name inside it is no token. `f` is no prefix here, so an f-string
-# scans as a name and a string. Where the name may be called, `_convert` refuses what Python makes of the f-string.
+# scans as the name `f` and a string. The scan refuses the name, unless the function is called `f`. In that case
+# `_convert` refuses the node that Python parses from the f-string.
 _TOKEN = re.compile(
     r"""
     (?P<space>[ \t\r\n\f]+)
@@ -53,8 +55,8 @@ def read_literal(text: str) -> Any:
     Reads plain data from a Python literal.
 
     Args:
-        text: What a model wrote, for example `[1, 'a', {2.5: None}]`. Reads everything that
-            [`to_literal`][trl_populora.sandbox.values] writes within the limits, and `float('nan')`.
+        text: What a model wrote, for example `[1, 'a', {2.5: None}]`. Within the limits, every text that
+            [`to_literal`][trl_populora.sandbox.values] writes is accepted, and so is `float('nan')`.
 
     Raises:
         `LiteralError`: If the text is anything else, or exceeds a limit.
@@ -71,13 +73,14 @@ def read_arguments(text: str, function: str = "f") -> tuple:
 
     Args:
         text: What a model wrote.
-        function: The only name that may be called.
+        function: Name of the function whose call is read. Of other functions, only those in `_CALLS` may be called.
 
     Raises:
         `LiteralError`: If the text is anything else, or exceeds a limit.
     """
     source = _scan(text, (function,))
-    # A closing bracket too many, which would end the call early, does not pass the scan.
+    # Text without the call is put inside one. An unmatched closing bracket would end that call early, but the scan has
+    # refused such text.
     if not re.match(rf"{re.escape(function)}\s*\(", source):
         source = f"{function}({source}\n)"
     node = _parse(source)
@@ -88,7 +91,7 @@ def read_arguments(text: str, function: str = "f") -> tuple:
 
 
 def _scan(text: str, functions: tuple[str, ...]) -> str:
-    """Checks every token; returns the text, with a second backslash where Python would warn of an unknown escape."""
+    """Checks every token; returns the text, with the backslash of each unknown escape doubled (Python would warn)."""
     if not isinstance(text, str):
         raise LiteralError(f"expected a string, got {type(text).__name__}")
     if len(text) > MAX_LENGTH:
@@ -125,7 +128,7 @@ def _nest(brackets: list[str], token: str) -> None:
 
 
 def _check_order(kinds: list[str]) -> None:
-    """Refuses many signs one after the other, and a number that runs into a word: Python reads that with a warning."""
+    """Refuses more than `MAX_SIGNS` signs in a row, and a number that runs into a word (Python warns of `1if`)."""
     signs, previous = 0, "mark"
     for kind in kinds:
         signs = signs + 1 if kind == "sign" else signs if kind == "space" else 0
@@ -151,9 +154,9 @@ def _check_neighbours(tokens: list[tuple[str, str]]) -> None:
 
 
 def _check_token(kind: str, token: str, match: re.Match, functions: tuple[str, ...]) -> str:
-    """Checks one token; returns it, or a string token with explicit escapes."""
+    """Checks one token; returns it. In a string, the backslash of each unknown escape is doubled."""
     if kind == "number":
-        # Hexadecimal, octal and binary numbers are read in linear time, decimal ones in quadratic time.
+        # Python needs quadratic time for decimal numbers, so their length is limited. The others need linear time.
         if token[:2].lower() not in ("0x", "0o", "0b") and len(token) > MAX_DIGITS:
             raise LiteralError(f"a number of more than {MAX_DIGITS} digits")
     elif kind == "name":

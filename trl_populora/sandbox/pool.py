@@ -32,8 +32,8 @@ class Sandbox:
 
     Args:
         workers:
-            How many cores the programs may fill; the number of `cores` when not given. Up to three programs per
-            worker are alive at a time, so that no core waits while one is handed over or ends.
+            How many cores the programs are meant to fill; the number of `cores` when not given. Up to three programs
+            per worker are alive at a time: while one program is handed over or ends, another keeps the core busy.
         limits: Limits of jobs that bring none of their own.
         allow_weak: Runs programs even where the Linux kernel cannot confine them (level C).
         seed: Chooses the hash seeds, so that a run can be repeated.
@@ -43,7 +43,7 @@ class Sandbox:
         processes:
             How many processes of this host have a `Sandbox`, this one included. This one gets its share of the
             workers, at least one.
-        without: Layers of confinement to leave out, for tests of the others.
+        without: Layers of confinement to leave out, so that tests can try the other layers alone.
         packages:
             Installed packages to load before the walls are built, such as `"numpy"`, which the tests of published
             benchmarks import. Programs may import them with `soft=False`.
@@ -104,7 +104,7 @@ class Sandbox:
         return self._supervisor.report()
 
     def close(self) -> None:
-        """Ends every program and zygote; unfinished jobs raise `RuntimeError`. It may be called twice."""
+        """Ends every program and zygote; futures of unfinished jobs raise `RuntimeError`. It may be called twice."""
         with self._closing:
             self._finalizer()
 
@@ -116,7 +116,7 @@ class Sandbox:
 
 
 def _folder_of(package: str) -> str:
-    """Finds the folder that an installed package lies in, because a zygote starts without site-packages."""
+    """Finds the folder that holds an installed package. A zygote needs it: it starts without site-packages."""
     spec = importlib.util.find_spec(package.partition(".")[0])
     if spec is None or spec.origin is None:
         raise ValueError(f"`packages` names {package!r}, which is not installed")
@@ -139,8 +139,8 @@ class SandboxSettings:
     sandbox_allow_weak: bool = False
 
     def __post_init__(self):
-        # The bounds 64 MiB and an hour are those of `Limits`. An error of `Limits` would name fields that are no
-        # options.
+        # `Limits` has the same bounds, 64 MiB and an hour. They are checked here as well, because an error of `Limits`
+        # would name its own fields and not the options.
         for name, least in (("sandbox_workers", 1), ("sandbox_memory_mb", 64)):
             if (value := getattr(self, name)) is not None and not value >= least:
                 raise ValueError(f"`{name}` must be at least {least}, got {value}.")
@@ -195,7 +195,7 @@ def _log_level(sandbox: Sandbox) -> None:
     missing = [f"{name} ({reason})" for name, reason in sandbox.report()["layers"].items() if reason]
     logger.log(
         logging.WARNING if sandbox.level == "C" else logging.INFO,
-        "The sandbox runs %d programs at a time, at level %s. Layers that do not hold: %s.",
+        "The sandbox has %d workers and level %s. Layers that do not hold: %s.",
         sandbox.workers,
         sandbox.level,
         ", ".join(missing) or "none",
@@ -211,7 +211,7 @@ _PURPOSE = {
     "namespaces": "own network, mounts, processes, IPC and host name",
     "chroot": "an empty, deleted folder as root",
     "uid": "an unprivileged user and no capability",
-    "limits": "no files, no core dumps, few descriptors",
+    "limits": "no writing to files, no core dumps, few descriptors",
     "no_new_privs": "no gain by exec, not traceable",
     "landlock": "no file, TCP port, abstract socket or outside signal, as far as the kernel's version goes",
     "seccomp": "an allow-list of system calls for computing",

@@ -1,7 +1,7 @@
 """The messages between the trainer, a warm process ("zygote") and a program's process ("child").
 
-    trainer -> zygote   ORDER   control socket: fork a child. With the child's end of a private socket pair; no program
-    zygote  -> trainer  EVENT   control socket: that the zygote is ready or has failed, and how a child ended
+    trainer -> zygote   ORDER   control socket: fork a child. The child's end of a private socket pair comes with it
+    zygote  -> trainer  EVENT   control socket: the zygote is ready, the zygote has failed, or a child has ended
     trainer -> child    frame   private pair: the program and its inputs
     child   -> trainer  frame   private pair: one frame, then end of file
 
@@ -33,7 +33,7 @@ FAILED = 3  # the zygote ends because of an error; a JSON report follows the hea
 
 # Status words of a child's answer. A child may claim these things about itself. Everything else, such as a time-out,
 # is observed from outside.
-OK, OK_IN_ORDER = "ok", "ok, with sets"  # the second makes the trainer ask for more runs
+OK, OK_IN_ORDER = "ok", "ok, with sets"  # after the second, a job of two or more runs gets further runs
 ERROR, MEMORY, BAD_OUTPUT, POLICY, ENTROPY = "error", "memory", "bad_output", "policy", "entropy"
 MAX_REASON = 300  # characters
 
@@ -45,8 +45,8 @@ LONGEST_EXTENSION = 120.0
 Payload = tuple[int, int, str, str, tuple[str, ...]]
 """
 What a child is told, in this order: number of the run; most bytes of output; name of the function; the program; its
-inputs. It must not tell what the run is for: a program that knew could give one answer to be accepted, and another to
-be solved.
+inputs. The payload must not tell what the run is for. A program that knew this could give one answer when its proposal
+is checked, and another answer when students solve the task.
 """
 
 

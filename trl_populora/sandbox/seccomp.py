@@ -6,7 +6,7 @@ Two filters in classic BPF are assembled here and installed through `prctl`:
   needs to fork, kill and reap. There is no `open`, no `socket`, no `execve`, no `ptrace`, no `mount`, no `bpf`, no
   `io_uring`, no `keyctl`, no shared memory. It is a search tree, so a call costs about seven comparisons.
 * `child_filter`, once per program, on top of the first: refuses forking, killing, reaping, passing descriptors,
-  changing limits, and installing filters. It is short, because the kernel checks and translates it each time.
+  changing limits, and installing filters. It is short, because the kernel checks and translates it for each program.
 
 A refused call fails with EPERM, which Python shows as an `OSError` (`clone3` fails with ENOSYS). The numbers for
 aarch64 are those of the kernel's generic table; nobody has tried them on such a machine.
@@ -80,7 +80,7 @@ ZYGOTE_ONLY = {
 }
 PRLIMIT = (302, 261)
 CLONE3 = (435, 435)
-_MACHINE = os.uname().machine  # asked at import: the zygote makes the second filter when the first refuses `uname`
+_MACHINE = os.uname().machine  # asked at import: the first filter refuses `uname` later
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7), "arm64": (1, 0xC00000B7)}
 
 _LOAD, _JUMP_EQ, _JUMP_GE, _JUMP_GT, _RETURN = 0x20, 0x15, 0x35, 0x25, 0x06
@@ -105,7 +105,8 @@ class Filter:
         self.length = len(instructions)
         program = ctypes.byref(_Program(self.length, code))
         self._arguments = (_PR_SET_SECCOMP, _MODE_FILTER, program, 0, 0)
-        # Every child calls this, so it is bare and fetches no error number. It returns -1 if the kernel refuses.
+        # Every child makes this call, so it must be fast and fetches no error number. It returns -1 if the kernel
+        # refuses.
         self.try_to_install = partial(ctypes.CDLL(None).prctl, *self._arguments)
 
     def install(self) -> None:
@@ -113,7 +114,7 @@ class Filter:
         Puts the filter on the calling thread for good, which needs `PR_SET_NO_NEW_PRIVS`.
 
         Raises:
-            `OSError`: If the kernel refuses the filter. Nothing has changed then.
+            `OSError`: If the kernel refuses the filter. The thread then has no new filter.
         """
         if ctypes.CDLL(None, use_errno=True).prctl(*self._arguments):
             code = ctypes.get_errno()
@@ -132,7 +133,7 @@ def _return(action: int) -> Instruction:
 
 
 def _tree(numbers: list[int], default: int) -> list[Instruction]:
-    """Makes a binary search for the call's number, which has been loaded, among the allowed ones."""
+    """Makes a binary search among the allowed numbers. It expects that `_head` has loaded the call's number."""
     # Allowed numbers that follow each other are one run.
     runs: list[list[int]] = []
     for number in sorted(numbers):
@@ -140,7 +141,7 @@ def _tree(numbers: list[int], default: int) -> list[Instruction]:
             runs[-1][1] = number + 1
         else:
             runs.append([number, number + 1])
-    # The edges alternate: from one number on calls are allowed, from the next one on refused.
+    # The edges alternate: at one edge a run of allowed numbers begins, at the next edge a run of refused numbers.
     edges = [edge for run in runs for edge in run]
 
     def branch(low: int, high: int) -> list[Instruction]:
@@ -155,7 +156,10 @@ def _tree(numbers: list[int], default: int) -> list[Instruction]:
 
 
 def _head(arch: int) -> list[Instruction]:
-    """Kills the process at a call of another architecture, where numbers mean other calls; then loads the number."""
+    """
+    Kills the process if a call is made for another architecture, where numbers mean other calls. Otherwise loads the
+    call's number.
+    """
     return [(_LOAD, 0, 0, _ARCH), (_JUMP_EQ, 1, 0, arch), _return(_KILL), (_LOAD, 0, 0, _NUMBER)]
 
 
@@ -190,8 +194,8 @@ def zygote_filter() -> Filter:
             *_head(arch),
             # glibc tries `clone3` first, and tries `clone` only after ENOSYS.
             *_if_number(CLONE3[column], [_return(_ERRNO | errno.ENOSYS)]),
-            # `prlimit` works on the caller itself only (process 0). A child that could limit its zygote would end all
-            # later jobs.
+            # `prlimit` is allowed only for the caller itself (process 0). A child that could limit its zygote could
+            # make all later jobs fail.
             *_if_number(PRLIMIT[column], [*_argument_is_zero(0), _return(_ALLOW)]),
             *_tree(numbers, refuse),
         ]
@@ -202,7 +206,8 @@ def child_filter() -> Filter:
     """Makes the second filter, which refuses a program everything that only the zygote needs."""
     column, arch = _find_machine()
     numbers = [each[column] for name, each in ZYGOTE_ONLY.items() if name != "getrlimit"]
-    # A match jumps to the refusal: over the rest of this list, the test for `prlimit`, and the "allow" after it.
+    # If a number matches, the filter jumps to the refusal, over the rest of `checks`, the test for `prlimit`, and the
+    # "allow" after that test.
     checks = [(_JUMP_EQ, len(numbers) + 1 - i, 0, number) for i, number in enumerate(numbers)]
     return Filter(
         [
@@ -211,7 +216,7 @@ def child_filter() -> Filter:
             (_JUMP_EQ, 2, 0, PRLIMIT[column]),
             _return(_ALLOW),
             _return(_ERRNO | errno.EPERM),
-            *_argument_is_zero(2),  # `prlimit` may read limits: the argument with new ones must be NULL
+            *_argument_is_zero(2),  # `prlimit` may read limits but set none: the new limits must be NULL
             _return(_ALLOW),
         ]
     )

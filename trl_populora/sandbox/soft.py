@@ -1,9 +1,10 @@
 """The soft layer: keeps honest programs to what a training task may use. It improves data and protects nothing.
 
 Each program gets builtins and a few module facades of its own. The standard library itself keeps the real modules. An
-import outside the allow-list, `open`, `input` and `breakpoint` end a program with status `policy`. A clock, a hash or
-address that is used as a number, and what depends on the interpreter, end it with `nondeterministic`. Repeated runs
-would not find these: they see neither another year, nor a rare coin flip, nor another Python.
+import outside the allow-list, `open`, `input` and `breakpoint` end a program with status `policy`. A program ends
+with `nondeterministic` if it reads a clock, uses a hash or an address as a number, or depends on the interpreter.
+Repeated runs would miss much of this: all of them have the same year and the same Python, and a rare coin flip may
+occur in none of them.
 
 The allow-list holds modules that compute. It leaves out modules whose results nobody can work out by thinking, as
 Absolute Zero Reasoner does: digests, checksums, seeded generators. A scrambler that a program writes itself stands in
@@ -30,8 +31,9 @@ MODULES = [
     *("operator", "pprint", "re", "statistics", "string", "struct", "sys", "textwrap", "time", "traceback", "types"),
     *("typing", "unicodedata", "urllib.parse", "warnings", "weakref"),
 ]
-# Python itself imports these, but only while a program runs, when no file can be opened. `strptime` imports the first
-# through the program's own `__import__`. Since version 3.12 Python converts large integers with the second.
+# Python itself imports these two modules, but only when a program needs them, and then no file can be opened.
+# `strptime` imports `_strptime` through the program's own `__import__`. Since version 3.12 Python converts large
+# integers with `_pylong`.
 HELPERS = frozenset(["_strptime", "_pylong"])
 CODECS = [
     *("ascii", "latin-1", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"),
@@ -40,8 +42,8 @@ CODECS = [
 # These modules exist to scramble. A task that asks for a few bits of a digest is a coin toss: it pays its teacher like
 # a hard task and teaches nothing. Some published benchmarks use these modules; they run without the soft layer.
 SCRAMBLING = ["binascii", "hashlib", "hmac", "random", "secrets", "uuid", "zlib"]
-# Without the soft layer, in benchmarks and in tests of the walls, a program may import these as well: all that an
-# attacker wants.
+# Benchmarks and tests of the walls run without the soft layer. There a program may import these modules as well: the
+# tests need every module that an attacker would want.
 HOSTILE = [
     *SCRAMBLING,
     *("os", "posix", "socket", "ctypes", "subprocess", "signal", "threading", "mmap", "resource", "fcntl", "pickle"),
@@ -104,7 +106,7 @@ class Guard:
         self.namespace["__builtins__"] = self.builtins
 
     def stop(self, word: str, reason: str) -> None:
-        """Notes the first finding and raises [`Refused`]. The finding stays even if the program catches that."""
+        """Raises [`Refused`]. The first finding is noted, and stays even if the program catches the exception."""
         if self.finding is None:
             self.finding = (word, [protocol.make_line(reason)])
         raise Refused(reason)
@@ -178,7 +180,10 @@ class _Nowhere(io.TextIOBase):
 
 
 class _Sys(types.ModuleType):
-    """The harmless part of `sys`. A program may redirect its streams, so they are those of the real `sys`."""
+    """
+    The harmless part of `sys`. If a program assigns one of the three streams, the real `sys` gets that stream, so that
+    `print` uses it.
+    """
 
     stdin = property(lambda self: sys.stdin, lambda self, value: setattr(sys, "stdin", value))
     stdout = property(lambda self: sys.stdout, lambda self, value: setattr(sys, "stdout", value))

@@ -47,7 +47,7 @@ class Pending:
         limits: The job's limits, or the sandbox's.
     """
 
-    probe_of: Worker | None = None  # the zygote whose walls this job tries
+    probe_of: Worker | None = None  # for a probe: the zygote whose walls it tries
 
     def __init__(self, job: Job, limits: Limits):
         self.job, self.limits = job, limits
@@ -135,7 +135,7 @@ class Pending:
 
 
 class Listener:
-    """Calls the handler of each socket that has something to say. Any thread may call `wake`."""
+    """Calls the handler of each socket that is ready. Any thread may call `wake`, which ends the waiting."""
 
     def __init__(self) -> None:
         self.epoll = select.epoll()
@@ -189,7 +189,7 @@ class Supervisor:
     so that nothing here needs a lock.
 
     Args:
-        workers: Programs that run at a time. `UNDER_WAY` times as many may be under way.
+        workers: How many cores the programs are meant to fill. Up to `UNDER_WAY` programs per worker are under way.
         seed: Chooses the hash seeds.
         allow_weak: Whether level C is accepted.
         options: Options of every zygote, passed on its command line.
@@ -206,7 +206,7 @@ class Supervisor:
         self.queue: deque[Pending] = deque()  # jobs that wait until fewer are under way
         self.waiting: dict[int, deque[Pending]] = {}  # jobs by seed index, until a zygote of that seed may serve
         self.running: dict[int, Pending] = {}  # jobs under way, by number of the run
-        self.unresolved: set[Pending] = set()  # taken from the inbox and without a verdict
+        self.unresolved: set[Pending] = set()  # jobs that were taken from the inbox and have no verdict yet
         self.numbers = itertools.count(1)
         self.failed_starts = 0
         self.respawns: Counter[str] = Counter()
@@ -264,7 +264,7 @@ class Supervisor:
     def _workers(self) -> list[Worker]:
         return [each for pool in list(self.pools.values()) for each in list(pool)]
 
-    # The thread.
+    # What the supervisor's thread does.
 
     def _loop(self) -> None:
         try:
@@ -294,7 +294,7 @@ class Supervisor:
             self.listener.watch(worker.control, select.EPOLLIN, self._on_control, worker)
 
     def _pump(self) -> None:
-        """Takes the jobs of other threads into the queue, and starts as many as may be under way."""
+        """Moves new jobs from the inbox to the queue, then starts jobs up to `UNDER_WAY` per worker."""
         while self.inbox:
             pending = self.inbox.popleft()
             self.unresolved.add(pending)
@@ -304,7 +304,11 @@ class Supervisor:
                 break
 
     def _dispatch(self, pending: Pending) -> bool:
-        """Gives a job to the least busy zygote of its seed, or lets it wait; `False` if no file descriptor is left."""
+        """
+        Gives a job to the least busy zygote of its seed. If none of that seed may serve yet, the job waits.
+
+        Returns `False` if no file descriptor is left.
+        """
         if pending.future.cancelled():
             self.unresolved.discard(pending)
             return True
@@ -338,8 +342,8 @@ class Supervisor:
             except OSError as error:
                 self._lose(worker, f"it takes no orders: {error.strerror}")
                 return True
-        # The answer is read when the program has ended: to watch every socket would cost 4 %. `_check_late` listens to
-        # programs that take long, because they may be waiting for a full socket to be read.
+        # The answer is read when the program has ended: watching every socket would make the sandbox 4 % slower. A
+        # program that takes long may have filled its socket and wait. `_check_late` starts to read from such programs.
         if pending.send() & select.EPOLLOUT:
             self._listen(number, pending, select.EPOLLIN | select.EPOLLOUT)
         return True
@@ -394,7 +398,7 @@ class Supervisor:
         pending.close()
 
     def _finish_run(self, pending: Pending) -> None:
-        """Judges a run. Then queues the job's next run, resolves its verdict, or admits the zygote that was probed."""
+        """Judges a run. A probe decides about its zygote; any other job gets its next run or its verdict."""
         data, inputs = bytes(pending.data), len(pending.job.inputs)
         run = judge_run(data, inputs, pending.limits, pending.event)
         if pending.probe_of is not None:
@@ -414,7 +418,7 @@ class Supervisor:
         self._start(pending, worker)
 
     def _admit(self, worker: Worker, refused: list[bool], reason: str) -> None:
-        """Lets a zygote serve that has tried its own walls, or gives up when the host is too weak."""
+        """Decides about a zygote whose walls have been tried: it may serve, or the sandbox gives up on a weak host."""
         worker.refused = dict(zip(confine.PROBES, refused, strict=False))
         if worker.level == "C" and not self.allow_weak:
             self.failure = RuntimeError(worker.explain_weakness(reason))
@@ -427,7 +431,7 @@ class Supervisor:
             self.ready.set()
 
     def _lose(self, worker: Worker, reason: str) -> None:
-        """Replaces a zygote that is gone, and gives its jobs one more chance."""
+        """Kills and replaces a zygote that is gone or sick, and gives each of its jobs one more chance."""
         self.listener.forget(worker.control)
         words = worker.failure or ("" if worker.healthy else worker.read_last_words())
         worker.kill()
@@ -445,7 +449,7 @@ class Supervisor:
                 pending.retried = True
                 self.queue.appendleft(pending)
         self.respawns[reason] += 1
-        self.failed_starts += not worker.healthy  # a zygote that was admitted once did start
+        self.failed_starts += not worker.healthy  # the end of an admitted zygote is no failed start
         if self.failed_starts >= FAILED_STARTS:
             self.failure = RuntimeError(f"{FAILED_STARTS} zygotes in a row did not start: {words}")
             self.closed = True
@@ -453,7 +457,7 @@ class Supervisor:
             self._populate(worker.seed_index)
 
     def _check_late(self) -> None:
-        """Replaces zygotes that do not start or do not report, and listens to programs that take long."""
+        """Replaces zygotes that do not start or do not report; begins to read answers of programs that take long."""
         now = time.monotonic()
         self.next_check = now + 0.5
         for worker in self._workers():
@@ -504,14 +508,14 @@ def _after_fork() -> None:
     """
     Closes the copies of the sockets to zygotes and programs in a process that was forked from the trainer.
 
-    A zygote ends when nobody holds the other end of its socket. A copy in the fork would keep it alive after the
-    trainer. The fork has no supervisor thread, so using the sandbox there raises.
+    A zygote ends when nobody holds the other end of its socket. A copy in the fork would keep the zygote alive after
+    the trainer has ended. The fork has no supervisor thread, so a job that is submitted there raises.
     """
     for each in _alive:
         each.closed = True
         for worker in each._workers():
             worker.control.close()
-            worker.process.returncode = 0  # the zygote is no child of this process, which could not wait for it
+            worker.process.returncode = 0  # so nobody waits for the zygote here: it is no child of this process
         for pending in each.running.values():
             pending.close()
         each.listener.epoll.close()

@@ -1,9 +1,9 @@
 """Plain data as canonical text: what programs take in, what they give back, and when two answers are equal.
 
 Plain data is `None`, `bool`, `int`, `float`, `complex`, `str`, `bytes`, `list`, `tuple`, `set`, `frozenset` and
-`dict`, of exactly these types. The text is tagged JSON. A value has one text, so a golden answer can be stored,
-hashed and compared as a string. (0.0 and -0.0 differ here; [`equal`] takes them for the same.) Reading a text back
-never evaluates anything.
+`dict`, of exactly these types. The text is tagged JSON. An output has exactly one text, so a golden answer can be
+stored, hashed and compared as a string. (0.0 and -0.0 have different texts; [`equal`] takes them for the same.)
+Reading a text back never evaluates anything.
 
 | value | text |
 |---|---|
@@ -64,7 +64,7 @@ class _Encoder:
         self.max_depth, self.ordered = max_depth, ordered
 
     def spend(self, size: int) -> None:
-        """Takes one part of `size` bytes from the budgets, before the part's text is made."""
+        """Subtracts `size` bytes and one node from the budgets, before the text of a part is made."""
         self.bytes -= size
         self.nodes -= 1
         if self.bytes < 0:
@@ -142,16 +142,16 @@ def encode(value: Any, *, ordered=False, max_bytes=MAX_BYTES, max_nodes=MAX_NODE
     Writes plain data as canonical text, in pure ASCII without line breaks.
 
     Args:
-        value: Plain data. Anything else, a subclass included, is refused and never stored by its `repr`.
+        value: Plain data. Anything else is refused, also a subclass of a plain type.
         ordered: Whether the pairs of dicts keep their order. If not, they are sorted.
-        max_bytes: Longest text, in bytes. Each part counts with what it may need, a float with 20 bytes. So a value
-            may be refused whose text would be shorter.
+        max_bytes: Longest text, in bytes. Each part is counted before it is written, with an estimate: 20 bytes for a
+            float. So a value may be refused although its text would fit.
         max_nodes: Most scalars and containers.
         max_depth: Most containers inside each other; also ends cyclic data.
 
     Raises:
         `NotPlainData`: If the value holds anything but plain data.
-        `ValueTooLarge`: If a budget is exceeded. Nothing is ever cut.
+        `ValueTooLarge`: If a budget is exceeded. A value is never shortened to fit.
     """
     text = _Encoder(max_bytes, max_nodes, max_depth, ordered).write(value, 0)
     if len(text) > max_bytes:
@@ -193,7 +193,8 @@ def _read(text: str, max_bytes: int, max_depth: int) -> Any:
     """Parses tagged JSON under limits."""
     if not isinstance(text, str) or len(text) > max_bytes:
         raise ValueError(f"the text is not a string of at most {max_bytes} characters")
-    # The JSON parser recurses, so the depth is checked first; the two cheap tests spare most texts the slow one.
+    # The JSON parser recurses, so the depth is checked first. For most texts a cheap test, the length or the number of
+    # brackets, shows that the slow `_bracket_depth` is not needed.
     if len(text) > max_depth and text.count("[") > max_depth and _bracket_depth(text) > max_depth + 2:
         raise ValueError(f"the text is nested deeper than {max_depth}")
     try:
@@ -249,7 +250,7 @@ def _build(node: Any) -> Any:
 
 def _build_float(rest: list) -> float:
     (name,) = rest
-    # A new object each time. A set holds nan twice only if the two are different objects.
+    # Each call makes a new object, because a set holds nan twice only if the two are different objects.
     return float(name) if name in _INFINITE else _refuse(name)
 
 
@@ -306,7 +307,7 @@ _ANY_SIZE: dict[str, Any] = {"max_bytes": 1 << 40, "max_nodes": 1 << 40, "max_de
 
 
 def key(value: Any) -> str:
-    """Makes a text that two values have in common exactly if [`equal`] holds."""
+    """Makes a text for comparison: two values have the same text if they are [`equal`], and different texts if not."""
     kind = type(value)
     if kind in (bool, int, float, complex):
         return _number_key(value)
@@ -332,8 +333,8 @@ def to_literal(value: Any) -> str:
     """
     Writes plain data as a Python literal for prompts; [`read_literal`][trl_populora.sandbox.literals] reads it back.
 
-    Values without a literal of their own become `nan`, `inf`, `set()`, `frozenset({1})` and `complex(nan, 1.0)`. Sets
-    are written in canonical order, dicts in their own.
+    Python has no literal for some values. They are written as `nan`, `inf`, `set()`, `frozenset({1})` and
+    `complex(nan, 1.0)`. Sets are written in canonical order, dicts in the order that they have.
 
     Raises:
         `NotPlainData`: If the value holds anything but plain data.
@@ -362,5 +363,5 @@ def to_literal(value: Any) -> str:
 def _complex_literal(value: complex) -> str:
     parts = (value.real, value.imag)
     plain = all(part == part and abs(part) != float("inf") and repr(part) != "-0.0" for part in parts)
-    # `-1j` is read as the negative of `1j`, whose real part is then -0.0.
+    # Python reads `-1j` as the negative of `1j`, so its real part is -0.0. A real part of 0.0 needs `complex(...)`.
     return repr(value) if plain and (parts[0] or parts[1] >= 0) else f"complex({parts[0]!r}, {parts[1]!r})"

@@ -56,7 +56,7 @@ class Worker:
         os.set_blocking(self.errors.fileno(), False)
         self.born = time.monotonic()
         self.jobs: set[int] = set()  # numbers of the runs that it has under way
-        self.layers: dict[str, str] = {}  # each layer of walls, with the reason why it does not hold
+        self.layers: dict[str, str] = {}  # for each layer of walls why it does not hold, or ""
         self.refused: dict[str, bool] = {}  # each probe, and whether the walls refused it
         self.healthy = False  # whether it has tried its walls and may serve
         self.failure = ""  # the error with which it failed to start
@@ -67,7 +67,7 @@ class Worker:
         return confine.find_level(self.layers, self.refused)
 
     def explain_weakness(self, reason: str) -> str:
-        """Explains why this zygote may not serve. `reason`: why its walls could not be probed, if so."""
+        """Explains why this zygote may not serve. `reason` is used if no probe was tried, and says why none was."""
         missing = [f"{name}: {why}" for name, why in self.layers.items() if why]
         open_doors = [name for name, refused in self.refused.items() if not refused]
         if not self.refused:
@@ -75,7 +75,7 @@ class Worker:
         elif open_doors:
             found = f"A program could: {', '.join(open_doors)}"
         else:
-            found = "All probes were refused, but nothing else holds where these layers are missing"
+            found = "All probes were refused, but without these layers a program may do what no probe tries"
         return (
             "this host cannot confine untrusted programs (level C). Missing layers: "
             + ("; ".join(missing) or "none")
@@ -90,7 +90,7 @@ class Worker:
         Hands over the child's end of a job's private socket.
 
         Raises:
-            `OSError`: If the zygote is gone, or does not read its socket.
+            `OSError`: If the zygote is gone, or its socket is full because it reads no orders.
         """
         self.jobs.add(job)
         message = protocol.ORDER.pack(kind, job, limit, memory)
@@ -113,7 +113,7 @@ class Worker:
                 try:
                     report = json.loads(report)
                 except ValueError:
-                    return None  # no zygote writes this, so it counts as gone
+                    return None  # a zygote that sends what no zygote sends counts as gone
             found.append((*protocol.EVENT.unpack_from(data), report))
 
     def read_last_words(self) -> str:

@@ -1,11 +1,11 @@
 """The zygote, a warm process: it is started by exec, confines itself once, and forks one child per program.
 
     ORDER + descriptor of a job's socket --_accept--> fork --_become_child--> child: reads, runs, answers, exits
-    EVENT <--_reap-- the kernel's report of the child's end          _watch: kills a child that is past its limit
+    EVENT <--_reap-- the kernel's report of the child's end          _watch: kills a child past its limit or asleep
 
 The trainer starts `launch.py`, with the descriptor of the control socket and the options. The zygote never reads a
-job's payload. It hands the job's private socket from the trainer's message to the child, and closes its own copy. So
-neither a zygote nor a child ever holds the sockets of two jobs at a time.
+job's payload. It takes the job's private socket out of the trainer's message, forks a child that inherits the socket,
+and closes its own copy. So neither a zygote nor a child ever holds the sockets of two jobs at a time.
 """
 
 from __future__ import annotations
@@ -49,12 +49,13 @@ _WNOHANG, _FD_BYTES = os.WNOHANG, socket.CMSG_SPACE(4)
 # A child closes all descriptors from 3 up to this number but its own socket. None is higher: `_control` gives the
 # control socket a low number, and after that `confine.py` allows only numbers below 16.
 _DESCRIPTORS = 64
-# A program counts as asleep, and is killed, if it has used no CPU time for so many seconds; or for as many as its
-# CPU limit if that is more.
+# A program that has used no CPU time for this many seconds counts as asleep and is killed. If its CPU limit is more
+# seconds, it may sleep for as many as its limit.
 _PATIENCE_SECONDS = 5.0
-# Modules by which a program could find objects that it has no name for.
+# With these modules a program could reach objects of the zygote for which the program has no name.
 _OWN_MODULES = {"gc", "ctypes", "_ctypes"}
-# CPython specialises a function after 8 calls, and the functions that it calls only after that.
+# CPython specialises a function after 8 calls. Only after that does it specialise the functions that this one
+# calls. So the warm-up has more than 8 rounds.
 _WARM_UPS = 40
 
 
@@ -73,12 +74,12 @@ class Running:
         self.started = _now()
         self.deadline = self.started + limit  # when to look at its CPU time again
         self.last_deadline = self.started + limit * LONGEST_EXTENSION  # when it ends in any case
-        self.used_at_deadline = -1.0  # CPU seconds at the last look that found it at work
+        self.used_at_deadline = -1.0  # CPU seconds used, as of the last look at which they had grown
         self.asleep_at = _FOREVER  # when it counts as asleep, if it does no work until then
         self.expired = False  # whether it was killed
 
     def cpu_seconds(self) -> float:
-        """Reads the CPU time so far; infinite for a child that has just ended."""
+        """Reads the CPU seconds used so far. Returns infinity if the child has ended, so that its clock is gone."""
         try:
             return time.clock_gettime((~self.pid) << 3 | 2)  # the kernel's number for the CPU clock of a process
         except OSError:
@@ -88,8 +89,9 @@ class Running:
         """
         Decides at the deadline whether the child may go on, and sets its next deadline.
 
-        The child may go on while it has CPU time left and has lately used some, so that a busy host fails no honest
-        program. A child that uses none is asleep. At `last_deadline` a child has to end in any case.
+        The child may go on while it has CPU time left and has lately used some. So an honest program does not fail
+        because the host is busy. A child that uses no CPU time counts as asleep and must end. From `last_deadline` on
+        no child may go on.
         """
         used = self.cpu_seconds()
         if self.limit <= used < _FOREVER or now >= self.last_deadline:
@@ -111,7 +113,7 @@ class Zygote:
         guard: The soft layer, ready to use in any child.
     """
 
-    close_in: Callable[[int], None]  # every child calls it first: see `confine.prepare_child_walls`
+    close_in: Callable[[int], None]  # called by each child before its program: see `confine.prepare_child_walls`
 
     def __init__(self, control: socket.socket, guard: soft.Guard):
         self.control, self.guard = control, guard
@@ -127,10 +129,10 @@ class Zygote:
 
     def loop(self) -> tuple[int, int, int] | None:
         """
-        Serves until the trainer closes its end of the socket, or dies; then returns `None`.
+        Serves until the trainer closes its end of the socket or dies. Then it returns `None` in the zygote.
 
-        Also returns in each child that it forks: with the descriptor of the job's socket, the kind of the order, and
-        the bytes of address space. The child may keep nothing else of the order.
+        In each forked child it returns at once, with three values: the descriptor of the job's socket, the kind of the
+        order, and the bytes of address space. The child may know nothing else of the order.
         """
         while True:
             for fd, _ in self.poll.poll(self._timeout()):
@@ -155,8 +157,8 @@ class Zygote:
 
     def _timeout(self) -> int | None:
         """
-        Computes the milliseconds to wait: until the next deadline; without end (`None`) if there is no child; and one
-        second if all children are killed and none is reaped yet.
+        Computes how many milliseconds to wait: until the next deadline. If there is no child, the wait has no end
+        (`None`). If the zygote has killed all children and must still reap them, it waits one second.
         """
         if not self.children:
             return None
@@ -164,7 +166,11 @@ class Zygote:
         return max(0, int((moment - _now()) * 1000) + 1) if moment < _FOREVER else 1000
 
     def _accept(self) -> tuple[bool, tuple[int, int, int] | None]:
-        """Follows one order; returns whether the trainer's end is open and, in the child, what [`loop`] returns."""
+        """
+        Reads one order and forks a child for it.
+
+        Returns whether the trainer's end is open and, in the child, the three values that [`loop`] returns.
+        """
         data, ancillary, _, _ = self.control.recvmsg(_ORDER_BYTES, _FD_BYTES)
         if not data:
             return False, None
@@ -180,7 +186,7 @@ class Zygote:
         return True, None
 
     def _reap(self) -> None:
-        """Takes up the children that have ended, and reports how each ended and what it used."""
+        """Reaps the children that have ended, and reports how each ended and what it used."""
         while self.children:
             pid, status, usage = _wait4(-1, _WNOHANG)
             if pid == 0:
@@ -193,7 +199,7 @@ class Zygote:
             self._send(kind, running.job, status, usage.ru_utime + usage.ru_stime, wall, usage.ru_maxrss * 1024)
 
     def _watch(self) -> None:
-        """Kills the children that are past their limit. `_reap` reports them once they are dead."""
+        """Kills the children that are past their limit or asleep. `_reap` reports them once they are dead."""
         now = _now()
         for running in self.children.values():
             if not running.expired and now >= running.deadline and not running.may_go_on(now):
@@ -269,7 +275,7 @@ def main(answer: list, surroundings: dict) -> Calls[None]:
     Loads modules, builds the walls, reports, serves. In each child it goes on with the calls of that child's program.
 
     Args:
-        answer: Takes what comes of each call.
+        answer: The list that `launch.py` fills after each call.
         surroundings: The names of the script that makes the calls. Only `answer` stays, because programs see them.
     """
     surroundings.clear()
