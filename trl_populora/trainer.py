@@ -237,7 +237,7 @@ class PopuLoRATrainer(HubTrainer):
         # `use_vllm` it would start an engine without adapters.
         hidden = start.replace_attributes(args, beta=0.0, model_init_kwargs=None, use_vllm=False)
         completions = Path(args.output_dir, "completions" if args.log_completions else "")  # TRL's folder
-        with hidden, remove_empty_directories(completions):  # a start that fails below leaves no empty folder
+        with hidden, remove_empty_directories(completions):  # folders that TRL makes and leaves empty go again
             super().__init__(model=members, args=args, processing_class=tokenizer, callbacks=callbacks, **vars(inputs))
         start.check_reward_names(self.reward_func_names)
         self._choose_generation(base)

@@ -171,7 +171,8 @@ def _judge_given(kind: TaskKind, task: Task, referee: Referee, written: str) -> 
 
 def _check_estimates(kind: TaskKind, task: Task, referee: Referee) -> None:
     """Checks the methods that a run calls for a task: `chance`, `guesses`, `copies`, `complexity` and `features`."""
-    # If one of these methods raises in a run, the run logs the error and goes on without the value. Here it raises.
+    # If one of these four raises in a run, the run logs the error and goes on without the value. Here it raises.
+    # An error of `features` ends a run, too.
     for method in ("chance", "guesses", "copies", "complexity"):
         getattr(kind, method)(task)
     if not 0 <= (chance := referee.chances([task])[0]) <= 1:

@@ -410,11 +410,11 @@ def _judge(setup: Setup, questions: Sequence[Question], texts: Sequence[str]) ->
             yield Finding(readable, False, verdict.reason.value, verdict.detail)
 
 
-# What `populora try` prints: a table of shares, one text for each sort of failure, and settings that fit.
+# What `populora try` prints: a table of shares, the first completion of each sort of failure, and settings that fit.
 
 
 EXCERPT = 12  # most lines that are shown of a completion that failed
-LINE = 200  # most characters that are shown of a line
+LINE = 200  # most characters that are shown of a completion's line, or of a reason
 COOLER = 0.7  # temperature at which more answers of small bases can be read, see benchmarks/RESULTS.md
 
 

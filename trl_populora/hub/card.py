@@ -239,7 +239,8 @@ def _tell_prompts(population: Mapping[str, Any]) -> dict[str, str]:
     if any(member.get("eval_reward") is not None for member in population["members"]):
         explained += ", `eval reward` on prompts that nobody trained on"
     if prompts == "shared":
-        explained += ". `rating` is TrueSkill's mu ± sigma: in each step members are ranked by their mean reward"
+        explained += ". `rating` is TrueSkill's mu ± sigma: members answer the same prompts, and each step ranks them "
+        explained += "by mean reward"
     return {
         "stream": STREAMS[prompts],
         "datasets": "".join(f", dataset `{name}`" for name in population.get("datasets", ())),

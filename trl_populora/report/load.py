@@ -42,6 +42,7 @@ class Run:
         lineage: Births, and in a dataset run who joined or left; oldest first.
         population: Contents of `population.json`; empty while there is none.
         evaluations: Metrics and seconds of each evaluation on `eval_dataset`, oldest first.
+        root: The run's directory. Pictures read from it what only they need: adapters and completions.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Run:
     lineage: list[dict[str, Any]] = field(default_factory=list)
     population: dict[str, Any] = field(default_factory=dict)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
+    root: Path | None = None
 
     @property
     def latest(self) -> dict[str, Any]:
@@ -174,6 +176,11 @@ class Run:
         return bool(self.rows) and len(self.members("teacher")) * len(self.members("student")) > 1
 
     @property
+    def several_students(self) -> bool:
+        """Whether there are rollouts of several students."""
+        return bool(self.rows) and len(self.members("student")) > 1
+
+    @property
     def names_features(self) -> bool:
         """Whether rollouts say which features tasks use. Some kinds name no features; early versions saved none."""
         return any(row.get("features") for row in self.rows)
@@ -283,7 +290,7 @@ def load_run(run: str | Path, name: str | None = None) -> Run:
         for entries in (_read_rollouts(root, ROW_COLUMNS), _read_checked(root / LINEAGE), load_evaluations(root))
     )
     population = read_population(root) if (root / POPULATION_FILE).exists() else {}
-    return Run(name or root.resolve().name, history, rows, lineage, population, evaluations)
+    return Run(name or root.resolve().name, history, rows, lineage, population, evaluations, root)
 
 
 def _read_rollouts(root: Path, columns: Sequence[str], last: int = 0) -> list[dict[str, Any]]:
@@ -315,6 +322,13 @@ Sample = tuple[dict[str, Any], list[dict[str, Any]]]  # a proposal and the attem
 
 
 Answers = list[dict[str, Any]]  # the members' answers to one prompt of a dataset, the best first
+
+
+def read_completions(run: Run, since: int) -> list[dict[str, Any]]:
+    """Reads role, member, kind, `correct` and completion of all rows of the steps after `since`, oldest first."""
+    files = len({row["file"] for row in run.rows if row["step"] > since})
+    columns = ["role", "member", "kind", "correct", "completion"]
+    return _read_rollouts(run.root, columns, files) if run.root and files else []
 
 
 def load_answers(run: str | Path, number: int = 8) -> list[Answers]:

@@ -36,6 +36,7 @@ from trl_populora.report.charts import (
     mean,
     save_picture,
 )
+from trl_populora.report.difference import draw_difference
 from trl_populora.report.load import Run, load_run
 
 
@@ -254,6 +255,16 @@ PLOTS = (
         draw_matches,
         4.2,
         needs="pairs",
+    ),
+    Plot(
+        "difference",
+        "How members differ",
+        "In the last fifth of the steps: the share of right attempts of each student, and how many different forms "
+        "its right answers to code_f have (names and constants apart). Below: how alike the updates of two members "
+        "are, 1 for the same update and 0 for nothing in common.",
+        draw_difference,
+        5.6,
+        needs="several_students",
     ),
     Plot(
         "member_rewards",

@@ -4,7 +4,7 @@ Two filters in classic BPF are assembled here and installed through `prctl`:
 
 * `zygote_filter`, once, before any untrusted code: an allow-list of calls for pure computation, and of what the zygote
   needs to fork, kill and reap. There is no `open`, no `socket`, no `execve`, no `ptrace`, no `mount`, no `bpf`, no
-  `io_uring`, no `keyctl`, no shared memory. It is a search tree, so a call costs about seven comparisons.
+  `io_uring`, no `keyctl`, no shared memory. It is a search tree, so a call costs nine comparisons at most.
 * `child_filter`, once per program, on top of the first: refuses forking, killing, reaping, passing descriptors,
   changing limits, and installing filters. It is short, because the kernel checks and translates it for each program.
 

@@ -144,8 +144,8 @@ def encode(value: Any, *, ordered=False, max_bytes=MAX_BYTES, max_nodes=MAX_NODE
     Args:
         value: Plain data. Anything else is refused, also a subclass of a plain type.
         ordered: Whether the pairs of dicts keep their order. If not, they are sorted.
-        max_bytes: Longest text, in bytes. Each part is counted before it is written, with an estimate: 20 bytes for a
-            float. So a value may be refused although its text would fit.
+        max_bytes: Longest text, in bytes. While the text is written, each part counts with a rough size: a float with
+            20 bytes. So a value may be refused whose text would fit. The finished text is measured as well.
         max_nodes: Most scalars and containers.
         max_depth: Most containers inside each other; also ends cyclic data.
 
@@ -207,7 +207,7 @@ def _read(text: str, max_bytes: int, max_depth: int) -> Any:
 
 
 def _bracket_depth(text: str) -> int:
-    """Measures how deep brackets are nested. Brackets inside strings do not count."""
+    """Measures how deep square brackets are nested. Those inside strings do not count."""
     deepest = depth = 0
     inside = escaped = False
     for char in text:

@@ -122,8 +122,8 @@ class Zygote:
         self.poll = select.poll()
         self.poll.register(control, select.POLLIN)
         self.poll.register(self.wake_read, select.POLLIN)
-        # The death of a child writes a byte to this pipe, which wakes `poll`. The handler is set before the walls,
-        # which may refuse the system call by which `set_wakeup_fd` checks a descriptor.
+        # The death of a child writes a byte to this pipe, which wakes `poll`. The handler is set before the walls:
+        # `set_wakeup_fd` checks its descriptor by `fcntl`, which the filter of system calls refuses.
         signal.signal(signal.SIGCHLD, operator.is_)  # any callable of two arguments that runs no Python code
         signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
 

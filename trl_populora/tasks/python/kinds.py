@@ -80,7 +80,7 @@ class CodeKind(TaskKind):
         return style == "chat" and self.instructions[name] == prompts.TURNS[name]
 
     def is_same(self, one: str, other: str) -> bool:
-        """Says whether two canonical texts are the same answer."""
+        """Says whether two canonical texts are the same answer, as `1`, `1.0` and `True` are."""
         return values.equal(values.decode(one), values.decode(other))
 
     def normalize(self, text: str) -> str:

@@ -148,7 +148,8 @@ class _Program:
                 outer = module if isinstance(node, ast.Global) else scope.parents
                 scope.update({name: outer.setdefault(name, (self.root, 0, name)) for name in node.names})
             elif isinstance(node, _SCOPES):
-                # A function inside a class does not see the names that the class binds.
+                # Functions, lambdas, comprehensions and inner classes do not see the names that the class around them
+                # binds.
                 outer, scope = scope, (scope.parents if of_class else scope).new_child()
                 if isinstance(node, _FUNCTIONS):
                     statement.key = outer[node.name]
@@ -222,7 +223,7 @@ class _Program:
                     todo += self._find_changers(key)
 
     def _find_changers(self, key: Any) -> Iterator[_Statement]:
-        """Yields the statements that bind a key or change its object, also through other names and by calls."""
+        """Yields the statements that bind a key or change its object, be it through another name or in a call."""
         names, holders = [key], []
         # Both lists grow while they are walked through.
         for name in names:
