@@ -147,6 +147,7 @@ class TestPage:
             "curriculum",
             "mastery",
             "matches",
+            "difference",
         ]
 
 

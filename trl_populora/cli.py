@@ -226,7 +226,7 @@ def _tell_story(args) -> None:
         _say(f"There is no picture: no step was logged (`logging_steps={args.logging_steps}`).")
         return
     try:
-        _say(f"Its story is in {plot_run(args.output_dir)} and {write_report(args.output_dir)}.")
+        _say(f"The run's story is in {plot_run(args.output_dir)} and {write_report(args.output_dir)}.")
     except ModuleNotFoundError as error:
         if not (way_out := say_how_to_install(error)):
             raise

@@ -286,7 +286,10 @@ class PopuLoRATrainer(HubTrainer):
         return start.make_game(self.args, self.population, parts.archive, referee, player, parts.rules)
 
     def _fit_into_context(self, game: Game, references: int | None, context: int | None) -> None:
-        """Drops or refuses given tasks that leave no room for an answer in the context."""
+        """
+        Drops archived tasks that leave no room for an answer in the context. Refuses the run if a held-out task or a
+        proposal's prompt leaves none.
+        """
         longest, tokenize = self.args.max_completion_length, lambda prompt: self._tokenize_prompts([prompt])[0][0]
         free_tokens = count_free_tokens(context, longest, tokenize, self.processing_class)
         proposing = bool(self.args.teachers)
@@ -710,7 +713,10 @@ class PopuLoRATrainer(HubTrainer):
         return found
 
     def _judge(self, prompts: list, completions: list, completion_ids: list[list[int]]) -> None:
-        """Asks TRL's reward functions what the completions of a dataset run are worth, and rates the members."""
+        """
+        Has TRL compute the rewards of a dataset run's completions, and notes each member's mean. Members that share
+        their prompts are rated, too.
+        """
         played = self.played
         played.records = [row for part in gather_object([[row.record() for row in played.rows]]) for row in part]
         with self._phases.time("reward"):

@@ -83,7 +83,8 @@ class TryArguments:
     )
     max_completion_length: int = field(default=160, metadata={"help": "Most tokens of a completion."})
     inputs_per_function: int | None = field(
-        default=None, metadata={"help": "Inputs that a code_f proposal must give; 4, and 6 for 'tiny', when unset."}
+        default=None,
+        metadata={"help": "Inputs that a code_f proposal must give; when unset 4, or 6 with the model 'tiny'."},
     )
     temperature: float = field(default=1.0, metadata={"help": "Temperature of the samples."})
     vllm: bool = field(default=False, metadata={"help": "Generate with vLLM, in this process."})

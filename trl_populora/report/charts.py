@@ -543,7 +543,7 @@ PROMPT_PHASE_COLORS = {"generate": "#0072B2", "reward": "#009E73", "update": "#E
 
 
 def format_seconds(value: float) -> str:
-    """Formats seconds for a legend: whole from 10 on, with two significant digits below."""
+    """Formats seconds for a legend: whole from 10 on, else with at most two significant digits, or as "< 0.01"."""
     if value < 0.01:
         return "< 0.01"
     return f"{value:.0f}" if value >= 10 else f"{value:.2g}"

@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 
-from trl_populora.population.factors import Factors, compare
 from trl_populora.report.charts import COLORS, mean
 from trl_populora.report.load import Run, read_completions
 from trl_populora.tasks.archive import hash_form
@@ -77,15 +75,16 @@ def compare_members(run: Run, role: str) -> Matrix:
     names, found = run.members(role), []
     if run.root is None or len(names) < 2 or not set(names) <= adapters.keys():
         return []
+    # Here, because a report without saved members needs no torch.
+    from safetensors.torch import load_file
+
+    from trl_populora.population.factors import compare
+
     try:
         found = [load_file(run.root / adapters[name] / "adapter_model.safetensors") for name in names]
     except (OSError, SafetensorError):  # a run in progress may be writing them
         return []
-    return [[1.0 if one is other else _find_cosine(one, other) for other in found] for one in found]
-
-
-def _find_cosine(one: Factors, other: Factors) -> float:
-    return compare(one, other)["cosine"]
+    return [[compare(one, other)["cosine"] for other in found] for one in found]
 
 
 def count_right(attempts: Sequence[Mapping[str, Any]], students: Sequence[str], kinds: Sequence[str]) -> Matrix:

@@ -282,7 +282,8 @@ class PromptAlarms(_Alarms):
     """
     Warnings about a dataset run, beside "Long completions count less" (see [`Alarms`]).
 
-    - "Members do not learn": in ten optimizer steps in a row, all rewards at each prompt were equal.
+    - "Members do not learn": in ten optimizer steps in a row, each member's answers to a prompt all had the same
+      reward, at every prompt. Members may differ from each other.
     - "A reward function judges nothing": in ten steps in a row, this function gave no number for any completion.
     - "Some members did not learn": at the end of training, at least one member has never had an answer with an
       advantage.
@@ -322,8 +323,8 @@ class PromptAlarms(_Alarms):
             self._warn(
                 args,
                 "Members do not learn",
-                "All rewards at each prompt were equal in the last %d steps, so members do not learn: the prompts are "
-                "too easy or too hard for them (the mean reward is %.2f), or `num_generations` is too small.",
+                "At each prompt all answers of a member had the same reward in the last %d steps, so members do not "
+                "learn: the prompts are too easy or too hard for them (the mean reward is %.2f), or `num_generations` is too small.",
                 STEPS,
                 logs["reward"],
             )

@@ -102,7 +102,10 @@ class RunDirectory:
             self._lock = None
 
     def _take(self) -> str | None:
-        """Locks the directory. Returns a reason if another process has locked it."""
+        """
+        Locks the directory, or warns if its file system has no locks. Returns a reason if another process has locked
+        it.
+        """
         root = Path(self.args.output_dir)
         root.mkdir(parents=True, exist_ok=True)
         # The kernel holds the lock, on NFS and Lustre for all hosts. It frees the lock when the process ends, even

@@ -374,7 +374,7 @@ def try_walls() -> list[bool]:
     for attempt in PROBES.values():
         try:
             attempt()
-        except (OSError, ValueError):  # `resource` raises ValueError for EPERM
+        except (OSError, ValueError):  # for EPERM `setrlimit` raises ValueError
             results.append(True)
         else:
             results.append(False)

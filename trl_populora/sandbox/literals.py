@@ -133,7 +133,7 @@ def _check_order(kinds: list[str]) -> None:
     for kind in kinds:
         signs = signs + 1 if kind == "sign" else signs if kind == "space" else 0
         if signs > MAX_SIGNS:
-            raise LiteralError(f"more than {MAX_SIGNS} signs in a row")
+            raise LiteralError(f"more than {MAX_SIGNS} signs (+ or -) in a row")
         if previous == "number" and kind in ("name", "number", "string"):
             raise LiteralError("a number runs into the next word")
         previous = kind

@@ -71,7 +71,12 @@ def preload(hostile: bool) -> None:
 
 
 def preload_packages(folders: dict[str, str]) -> None:
-    """Imports installed packages from the folders they lie in."""
+    """
+    Imports installed packages into the zygote, which starts without site-packages.
+
+    Args:
+        folders: The folder of each package, by the package's name. Folders are put last on `sys.path`.
+    """
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # threads would not survive the fork
     sys.path.extend(dict.fromkeys(folders.values()))
     for name in folders:

@@ -79,7 +79,7 @@ class Running:
         self.expired = False  # whether it was killed
 
     def cpu_seconds(self) -> float:
-        """Reads the CPU seconds used so far. Returns infinity if the child has ended, so that its clock is gone."""
+        """Reads the CPU seconds used so far. Returns infinity if the child's clock cannot be read."""
         try:
             return time.clock_gettime((~self.pid) << 3 | 2)  # the kernel's number for the CPU clock of a process
         except OSError:

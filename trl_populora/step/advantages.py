@@ -56,7 +56,10 @@ COUPLE_MEMBERS = (
 
 @dataclass(frozen=True)
 class Scoring:
-    """What decides advantages, factors and the size of micro-batches. Each field is the option of the same name."""
+    """
+    The options that decide advantages, the factors on members' gradients (see [`compute_member_factors`]) and the size
+    of micro-batches. Each field is the option of the same name.
+    """
 
     teachers: int
     loss_type: str

@@ -49,7 +49,7 @@ def strip_thinking(text: str) -> str:
 
 
 def has_thinking(text: str) -> bool:
-    """Says whether a text thinks: it begins with `<think>`, or one of its lines begins with `</think>`."""
+    """Says whether a text thinks: it begins with `<think>`, or a line begins with `</think>`, blanks apart."""
     return text.lstrip().startswith(THINK_OPEN) or _LINE_CLOSE.search(text) is not None
 
 
