@@ -161,8 +161,8 @@ def refuse_unsupported(args: PopuLoRAConfig, unsupported: Mapping[str, Any]) -> 
         "`member_param_groups` of `trl_populora.lora.members`; a scheduler of that optimizer goes to "
         "`trainer.lr_scheduler`",
         "rollout_func": "the trainer has rollouts of its own; a `TaskKind` changes what is played in the game",
-        "tools": "members answer in one turn in every run; in the game a `TaskKind` changes what is played",
-        "environment_factory": "members answer in one turn in every run; in the game a `TaskKind` changes what is played",
+        "tools": "members answer in one turn in every run; a `TaskKind` changes what the game plays",
+        "environment_factory": "members answer in one turn in every run; a `TaskKind` changes what the game plays",
     }
     for name, value in unsupported.items():
         if name not in ways_out:

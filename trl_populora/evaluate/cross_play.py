@@ -210,7 +210,7 @@ class Contest:
     students: list[str]
 
     def play(self, proposals: int, attempts: int, seed: int = 0) -> Payoff:
-        """Plays all teachers against all students, as [`cross_play`] does."""
+        """Plays all teachers of the contest against all its students, as [`cross_play`] does."""
         return cross_play(
             self.referee,
             self.player,

@@ -33,7 +33,7 @@ class ExportArguments:
     member: str | None = field(default=None, metadata={"help": "Name of the member; the best student by default."})
     merge: bool = field(default=False, metadata={"help": "Write a whole model instead of an adapter."})
     merge_students: bool = field(
-        default=False, metadata={"help": "Write the mean of all students instead of one member."}
+        default=False, metadata={"help": "Write the mean of what all students add to the base, instead of one member."}
     )
 
 

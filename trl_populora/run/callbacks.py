@@ -324,7 +324,8 @@ class PromptAlarms(_Alarms):
                 args,
                 "Members do not learn",
                 "At each prompt all answers of a member had the same reward in the last %d steps, so members do not "
-                "learn: the prompts are too easy or too hard for them (the mean reward is %.2f), or `num_generations` is too small.",
+                "learn: the prompts are too easy or too hard for them (the mean reward is %.2f), or "
+                "`num_generations` is too small.",
                 STEPS,
                 logs["reward"],
             )
