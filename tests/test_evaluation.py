@@ -167,6 +167,15 @@ class TestSavedPopulations:
             assert args.model_init_kwargs["revision"] == ("v1" if kept is sampling else "main")
             assert (config.temperature, 65 in config.eos_token_id) == (0.7, kept is sampling)
 
+    @pytest.mark.parametrize(("pay", "guarded"), [("paper", False), ("guarded", True), ("rarity", True)])
+    def test_a_contest_refuses_what_the_run_refused(self, runs, tmp_path, pay, guarded):
+        shutil.copytree(runs / "pair", tmp_path / "pair")
+        path = tmp_path / "pair" / "population.json"
+        saved = json.loads(path.read_text())
+        path.write_text(json.dumps(saved | {"settings": saved["settings"] | {"teacher_reward": pay}}))
+        with assemble([str(tmp_path / "pair")], task_kinds=KINDS) as contest:
+            assert contest.referee.guarded == guarded
+
     @pytest.mark.parametrize("order", [["pair", "other"], ["other", "pair"]])
     def test_members_are_asked_with_the_chat_template_of_their_own_run(self, runs, tmp_path, order):
         """The base is asked with that of the first run."""

@@ -161,6 +161,22 @@ class TestReading:
             if attempts:
                 assert sum(a["correct"] for a in attempts) / len(attempts) == proposal["solve_rate"]
 
+    def test_proposals_of_one_task_have_their_own_attempts(self, tmp_path):
+        """Without guards a teacher may propose a task twice in a match: two right of two, then none."""
+        (tmp_path / "rollouts").mkdir()
+        task = {"step": 1, "match": 0, "task_id": "same", "valid": True, "archived": False}
+        rows = [
+            task | {"role": "student", "correct": correct, "solve_rate": 0.5} for correct in (True, True, False, False)
+        ]
+        rows += [task | {"role": "teacher", "correct": None, "solve_rate": rate} for rate in (1.0, 0.0)]
+        rows.append(task | {"role": "teacher", "valid": False, "solve_rate": 0.0})
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rollouts" / "step_1.parquet")
+        told = [
+            (row["valid"], row["solve_rate"], [each["correct"] for each in tries])
+            for row, tries in load_samples(tmp_path)
+        ]
+        assert told == [(True, 0.0, [False, False]), (True, 1.0, [True, True]), (False, 0.0, [])]
+
     def test_samples_reach_from_the_hardest_to_the_easiest(self, tmp_path):
         (tmp_path / "rollouts").mkdir()
         rates = [place / 10 for place in range(11)]

@@ -243,9 +243,9 @@ def assemble(
     Args:
         runs: Directories (runs or their checkpoints) or Hub names of saved populations, with the same base and the
             same adapter shape. The first one decides the base's revision and quantisation, the kinds, the prompt
-            style, the lengths and the sampling. Each member is asked with the chat template of its own population,
-            the base with that of the first one. If a population was trained on other kinds than those that play, a
-            warning says so.
+            style, the lengths, the sampling, and whether copies and duplicates are refused (`teacher_reward`). Each
+            member is asked with the chat template of its own population, the base with that of the first one. If a
+            population was trained on other kinds than those that play, a warning says so.
         tasks: Tasks to draw references from. By default the package's tasks and, for a user's own kinds, the tasks in
             the archives of the runs.
         task_kinds: Kinds that all play. By default those of the first run, if the package has them all.
@@ -343,7 +343,7 @@ def _settings_of(saved: dict[str, Any], settings: dict[str, Any]) -> PopuLoRACon
     """
     Makes the settings of a contest from those of a saved population.
 
-    Takes over what decides how members are prompted and how they answer.
+    Takes over what decides how members are prompted, how they answer, and which proposals are refused.
 
     Args:
         saved: Contents of `population.json`.
@@ -356,6 +356,8 @@ def _settings_of(saved: dict[str, Any], settings: dict[str, Any]) -> PopuLoRACon
     # If a population's file lacks one of these settings, the population was trained with the value given here.
     asked = {"shots": 0, "reading": "strict", "prompt_texts": None}
     theirs |= {name: first.get(name, before) for name, before in asked.items()}
+    if first.get("teacher_reward") == "paper":  # other pays change no refusal, and nobody is paid here
+        theirs["teacher_reward"] = "paper"
     return PopuLoRAConfig(
         "unused",
         **theirs

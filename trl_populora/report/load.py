@@ -8,6 +8,7 @@ population.json            --> settings and members
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -361,25 +362,35 @@ def load_samples(run: str | Path, number: int = 8) -> list[Sample]:
 
     Up to three quarters of them are valid, ordered from hard to easy. Rejected proposals make up the rest.
     """
-    proposals, attempts = _collect_proposals(Path(run), last=4)
-    valid = sorted((row for row in proposals if row["valid"]), key=lambda row: row["solve_rate"])
+    samples = _collect_proposals(Path(run), last=4)
+    valid = sorted((each for each in samples if each[0]["valid"]), key=lambda each: each[0]["solve_rate"])
     # The valid ones are spread evenly from the hardest task to the easiest.
     count = min(len(valid), number * 3 // 4)
     chosen = [valid[place * (len(valid) - 1) // max(1, count - 1)] for place in range(count)]
-    chosen += [row for row in proposals if not row["valid"]][: number - len(chosen)]
-    return [(row, attempts.get(_identify_task(row), []) if row["valid"] else []) for row in chosen]
+    return chosen + [each for each in samples if not each[0]["valid"]][: number - len(chosen)]
 
 
-def _collect_proposals(root: Path, last: int) -> tuple[list[dict[str, Any]], dict[tuple, list[dict[str, Any]]]]:
-    """Collects the proposals of the last files, newest first, and the attempts at each fresh task."""
+def _collect_proposals(root: Path, last: int) -> list[Sample]:
+    """Collects the proposals of the last files, newest first, each with the attempts at its task."""
     rows = _read_rollouts(root, SAMPLE_COLUMNS, last)
     attempts: dict[tuple, list[dict[str, Any]]] = {}
     for row in rows:
         if row["role"] == "student" and not row["archived"]:
             attempts.setdefault(_identify_task(row), []).append(row)
-    proposals = [row for row in reversed(rows) if row["role"] == "teacher"]
-    # Without teachers nobody proposes. Then each given task takes the place of a proposal.
-    return proposals or [_make_given(tries[0]) for tries in reversed(attempts.values())], attempts
+    proposals = [row for row in rows if row["role"] == "teacher"]
+    if not proposals:  # nobody proposes: each given task takes the place of a proposal
+        return [(_make_given(tries[0]), tries) for tries in reversed(attempts.values())]
+    samples: list[Sample] = []
+    # With `teacher_reward: paper` a teacher may propose one task several times in a match. Each proposal has as many
+    # of the attempts at it, in the order of the proposals.
+    same, seen = Counter(_identify_task(row) for row in proposals if row["valid"]), Counter[tuple]()
+    for row in proposals:
+        task = _identify_task(row)
+        tries = attempts.get(task, []) if row["valid"] else []
+        each, place = len(tries) // max(1, same[task]), seen[task]
+        seen[task] += row["valid"]
+        samples.append((row, tries[each * place : each * (place + 1)]))
+    return samples[::-1]
 
 
 def _make_given(attempt: dict[str, Any]) -> dict[str, Any]:
