@@ -150,10 +150,10 @@ def test_settings_that_begin_anew_with_every_round_keep_generation_whole(name, v
     [
         (BASES["Llama"], {}, False, ""),
         (BASES["Gemma 3, both kinds of layers"], {}, False, ""),
-        (BASES["Llama"], {}, True, "parts of the base"),
+        (BASES["Llama"], {}, True, "a part of the base"),
         (BASES["Llama"], {"cache_implementation": "static"}, False, "static"),
         (BASES["Llama"], {"use_cache": False}, False, "use_cache"),
-        (BASES["Llama"], {"min_new_tokens": 4}, False, "min_new_tokens look"),
+        (BASES["Llama"], {"min_new_tokens": 4}, False, "min_new_tokens depend"),
         (Qwen3NextConfig(num_hidden_layers=4), {}, False, "linear_attention"),
     ],
 )

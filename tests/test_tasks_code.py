@@ -454,7 +454,7 @@ def test_a_missing_verdict_is_never_right():
         attempt = kind.parse_attempt(text, task)
         assert not kind.correct(task, attempt, None)
         assert not kind.correct(task, attempt, Verdict(Status.TIMEOUT, "", (), 0.0, 0.0, 0))
-    with pytest.raises(ValueError, match="run `check"):
+    with pytest.raises(ValueError, match="needs a verdict, got None: run the job of `check"):
         CodeO().accept(Proposal("code_o", DOUBLE, (encode((1,)),)), None, random.Random(0))
 
 
