@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from pathlib import Path
+from statistics import stdev
 
 import pytest
 import torch
@@ -44,6 +45,10 @@ class TestScores:
             "solve_rate_mean": 0.625,
             "solve_rate_best": 0.75,
             "solve_rate_worst": 0.5,
+            # By task .75 and .5, with two more of 0 and two of 1: Student's t of six values.
+            "solve_rate_margin": pytest.approx(2.570582 * stdev([0.75, 0.5, 0, 0, 1, 1]) / 6**0.5, rel=1e-6),
+            "solve_rate_thinking": 1.0,
+            "solve_rate_plain": 0.25,
             "thinking_rate": 0.5,
             "code_o/solve_rate": 0.75,
             "code_i/solve_rate": 0.5,

@@ -39,7 +39,11 @@ def test_a_kind_that_is_about_known_programs_needs_some(make_args, seed_tasks):
         ("tasks.jsonl", "\n \n", "the file is empty"),
         ("tasks.jsonl", '{"kind": "code_o"}\n{"kind": }\n', "line 2 is no JSON .Expecting value"),
         ("tasks.json", '[\n{"kind": "code_o"},\n{"kind": }]\n', "it is no JSON .Expecting value: line 3"),
-        ("./no/such", None, "there is no such file .the current directory is '.*'.. Give a .json, .jsonl or .parquet file"),
+        (
+            "./no/such",
+            None,
+            "there is no such file .the current directory is '.*'.. Give a .json, .jsonl or .parquet file",
+        ),
         ("/nowhere", None, "there is no such file"),
         ("nowhere.parquet", None, "there is no such file"),
     ],

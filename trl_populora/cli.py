@@ -217,14 +217,17 @@ def run_training(recipe, args, model, prompts=None) -> None:
 
 
 def _tell_story(args) -> None:
-    """Draws the picture and writes the report of a run that has ended, or says why there is none."""
+    """Says what a run that has ended came to, draws its picture and writes its report, or says why there is none."""
+    from trl_populora.report.load import load_run
     from trl_populora.report.page import write_report
     from trl_populora.report.plots import plot_run
+    from trl_populora.report.verdict import judge
     from trl_populora.run.read import METRICS
 
     if not Path(args.output_dir, METRICS).exists():
         _say(f"There is no picture: no step was logged (`logging_steps={args.logging_steps}`).")
         return
+    _say(str(judge(load_run(args.output_dir))))
     try:
         _say(f"The run's story is in {plot_run(args.output_dir)} and {write_report(args.output_dir)}.")
     except ModuleNotFoundError as error:

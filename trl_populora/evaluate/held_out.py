@@ -21,6 +21,7 @@ from datasets import Dataset
 from tqdm.auto import tqdm
 from trl import GRPOConfig
 
+from trl_populora.evaluate.intervals import measure_mean
 from trl_populora.lora.layers import BASE_NAME
 from trl_populora.population.members import Member
 from trl_populora.step.player import Player
@@ -127,7 +128,9 @@ def scores(tried: Mapping[str, Sequence[Sequence[Tried]]], tasks: Sequence[Task]
     Returns:
         `{member}/solve_rate` and `{member}/thinking_rate`. Over the members: `solve_rate_mean`, `solve_rate_best`,
         `solve_rate_worst`, `thinking_rate`, `{kind}/solve_rate`, and `pass_at_{k}`, the share of tasks that a member
-        solves in at least one of its k attempts.
+        solves in at least one of its k attempts. `solve_rate_margin` is half of the 95 % interval of
+        `solve_rate_mean` over tasks. `solve_rate_thinking` and `solve_rate_plain` are about the attempts that think
+        first and about the others, if there are any.
     """
     figures: dict[str, float] = {}
     rates = {member: [fmean(t.correct for t in group) for group in groups] for member, groups in tried.items()}
@@ -136,7 +139,14 @@ def scores(tried: Mapping[str, Sequence[Sequence[Tried]]], tasks: Sequence[Task]
         figures[f"{member}/thinking_rate"] = fmean(t.thinking for group in groups for t in group)
     means = [figures[f"{member}/solve_rate"] for member in tried]
     figures |= {"solve_rate_mean": fmean(means), "solve_rate_best": max(means), "solve_rate_worst": min(means)}
+    by_task = [fmean(each) for each in zip(*rates.values(), strict=True)]
+    # Two more tasks of 0 and two of 1, as Agresti and Coull have it, for where all tasks say the same.
+    figures["solve_rate_margin"] = measure_mean([*by_task, 0.0, 0.0, 1.0, 1.0])[1]
     figures["thinking_rate"] = fmean(figures[f"{member}/thinking_rate"] for member in tried)
+    every = [t for groups in tried.values() for group in groups for t in group]
+    for name, thinking in (("thinking", True), ("plain", False)):
+        if marks := [t.correct for t in every if t.thinking == thinking]:
+            figures[f"solve_rate_{name}"] = fmean(marks)
     for kind in dict.fromkeys(task.kind for task in tasks):
         of_kind = [i for i, task in enumerate(tasks) if task.kind == kind]
         figures[f"{kind}/solve_rate"] = fmean(rates[member][i] for member in tried for i in of_kind)

@@ -214,7 +214,12 @@ def draw_held_out(axis: Axes, run: Run) -> None:
         one = len(tables) == 1
         color = COLORS["student"] if one else SERIES_COLORS[index % len(SERIES_COLORS)]
         label = "mean of the students" if one else f"{name_table(table)}, mean"
-        axis.plot(*run.series(f"{table}solve_rate_mean"), color=color, linewidth=2.6, marker="o", label=label)
+        steps, means = run.series(f"{table}solve_rate_mean")
+        axis.plot(steps, means, color=color, linewidth=2.6, marker="o", label=label)
+        _, margins = run.series(f"{table}solve_rate_margin")
+        if len(margins) == len(means):  # evaluations of early versions have none
+            low, high = ([m + sign * half for m, half in zip(means, margins, strict=True)] for sign in (-1, 1))
+            axis.fill_between(steps, low, high, color=color, alpha=0.12, linewidth=0)
         _, base = run.series(f"{table}base/solve_rate")
         if base:
             # matplotlib leaves labels with a leading underscore out of the legend.

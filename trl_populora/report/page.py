@@ -26,6 +26,7 @@ from trl_populora.report.table import (
     list_members,
     take_fifths,
 )
+from trl_populora.report.verdict import Verdict, judge
 
 
 # Most characters of a prompt or completion on the page, and most rows of the table of births before it is folded.
@@ -39,6 +40,9 @@ body { font: 16px/1.5 system-ui, sans-serif; color: #1b1b1b; background: #fff; m
        padding: 1rem clamp(.8rem, 3vw, 2rem) 4rem; }
 h1 { font-size: 1.6rem; line-height: 1.2; margin: .6rem 0; overflow-wrap: anywhere; }
 h2 { font-size: 1.15rem; margin: 2.2rem 0 .6rem; }
+.verdict { border-left: 6px solid #888; background: var(--soft); padding: .5rem .8rem; margin: .6rem 0; }
+.verdict.learning { border-color: #00734F; } .verdict.broken { border-color: #B00020; }
+.verdict.narrowing { border-color: #B34700; }
 .facts { display: flex; flex-wrap: wrap; gap: .3rem 1.6rem; margin: 0; padding: 0; list-style: none; }
 .facts b { font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
 .columns { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); gap: 1.2rem 2rem; }
@@ -124,6 +128,7 @@ def build_page(run: Run, plots: Sequence[tuple[Plot, Path]], samples: Sequence[A
 </head>
 <body>
 <h1>{escape(run.name)}</h1>
+{_write_verdict(judge(run))}
 {_write_facts(run)}
 <h2>What changed</h2>
 {_write_changes(run)}
@@ -165,6 +170,12 @@ def _write_answers(answers: Answers) -> str:
     first = answers[0]
     title = f"step {first['step']} · {' '.join(prompt.split())[:80]}"
     return _fold(f"{Path(first['file']).stem}-{first['row']}", title, "".join(parts))
+
+
+def _write_verdict(verdict: Verdict) -> str:
+    style = verdict.word.split()[0]
+    rest = " ".join(filter(None, (verdict.why, verdict.remark)))
+    return f'<p class="verdict {style}"><b>{verdict.word.capitalize()}.</b> {escape(rest)}</p>'
 
 
 def _write_facts(run: Run) -> str:

@@ -38,6 +38,7 @@ from trl_populora.report.charts import (
 )
 from trl_populora.report.difference import draw_difference
 from trl_populora.report.load import Run, load_run
+from trl_populora.report.verdict import judge
 
 
 if TYPE_CHECKING:
@@ -159,7 +160,8 @@ PLOTS = (
     Plot(
         "held_out",
         "Held-out tasks",
-        "Share of right attempts of the students at tasks that nobody trains on. Dashed: the base without an adapter.",
+        "Share of right attempts of the students at tasks that nobody trains on. Shaded: the 95 % interval of the "
+        "mean, over tasks. Dashed: the base without an adapter.",
         draw_held_out,
         4.1,
         needs="evaluations",
@@ -383,7 +385,8 @@ def plot_run(run: str | Path, path: str | Path | None = None) -> Path:
     rows = math.ceil(len(shown) / 2)
 
     def paint(figure: Figure) -> None:
-        figure.suptitle(records.name + (f": dotted lines mark {records.marked}" if records.births else ""))
+        title = records.name + (f": dotted lines mark {records.marked}" if records.births else "")
+        figure.suptitle(f"{title}\n{judge(records)}")
         parts: Any = figure.subfigures(rows, 2)
         for part, plot in zip(parts.flat, shown, strict=False):
             part.suptitle(plot.title)

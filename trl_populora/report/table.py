@@ -154,6 +154,11 @@ def _find_latest(run: Run, key: str) -> float | None:
     return values[-1] if values else None
 
 
+def find_mean(entries: Sequence[dict]) -> Callable[[str], float | None]:
+    """Returns a function that computes the mean of a metric over some entries; it returns `None` without a value."""
+    return lambda key: fmean(known) if (known := _pick_known(key, entries)) else None
+
+
 def _pick_known(key: str, entries: Sequence[dict]) -> list[float]:
     return [entry[key] for entry in entries if entry.get(key) is not None]
 

@@ -1,0 +1,125 @@
+"""The word that a run comes to: each on its shortest example, what is looked for first, and where it is shown."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from trl_populora.report.load import Run, load_run
+from trl_populora.report.verdict import FEWEST_STEPS, judge
+
+
+STEPS = 20
+GOOD = {"propose/valid_rate": 0.9, "solve/well_formed": 0.95, "completions/clipped_ratio": 0.01}
+GOOD |= {"frac_reward_zero_std": 0.5, "propose/novel_rate": 0.8, "curriculum/features": 20.0}
+TOLD = {"solve_rate_margin": 0.02, "thinking_rate": 0.1, "solve_rate_thinking": 0.8, "solve_rate_plain": 0.3}
+
+
+def game(gain: float | None = 0.0, end: dict | None = None, **last) -> Run:
+    """A run whose metrics end at `end`, and whose second evaluation is `gain` above the first."""
+    late = GOOD | (end or {})
+    history = [{"step": step + 1} | (GOOD if step < STEPS // 2 else late) for step in range(STEPS)]
+    first = {"eval/" + name: value for name, value in (TOLD | {"solve_rate_mean": 0.4}).items()}
+    rates = TOLD | {"solve_rate_mean": 0.4 + (gain or 0), "solve_rate_plain": 0.3 + (gain or 0)}
+    rates |= {"solve_rate_thinking": 0.8 + (gain or 0)} | last
+    second = {"eval/" + name: value for name, value in rates.items()}
+    evaluations = [{"step": 0} | first] + ([] if gain is None else [{"step": STEPS} | second])
+    return Run("run", history, evaluations=evaluations)
+
+
+def prompts(start: float, end: float, flat: float = 0.3, steps: int = STEPS) -> Run:
+    """A dataset run whose reward goes from `start` to `end`, give or take."""
+    history = []
+    for step in range(steps):
+        reward = (start if step < steps // 2 else end) + 0.01 * (step % 3)
+        row = {"step": step + 1, "member/member_0/reward": reward, "reward": reward, "frac_reward_zero_std": flat}
+        history.append(row | {"completions/clipped_ratio": 0.0, "time/generate": 1.0})
+    return Run("run", history)
+
+
+@pytest.mark.parametrize(
+    ("run", "word", "why"),
+    [
+        (game(0.1), "learning", "The students solve 50 % of the held-out tasks, +10 points [+7 to +13] since step 0."),
+        (game(0.02), "flat", "solve 42 % of the held-out tasks, +2 points [-1 to +5]"),
+        (game(-0.1), "broken", "solve 30 % of the held-out tasks, -10 points [-13 to -7]"),
+        (game(None), "cannot be told", "no two evaluations on held-out tasks"),
+        (
+            game(0.1, {"propose/valid_rate": 0.1}),
+            "broken",
+            "10 % of the proposals became tasks in the last fifth of the steps (in the first fifth: 90 %).",
+        ),
+        (game(0.1, {"solve/well_formed": 0.2}), "broken", "20 % of the answers could be read"),
+        (game(0.1, {"completions/clipped_ratio": 0.8}), "broken", "80 % of the completions were cut"),
+        (game(0.0, {"frac_reward_zero_std": 1.0}), "broken", "100 % of the groups of attempts had equal rewards"),
+        (game(None, {"frac_reward_zero_std": 1.0}), "broken", "100 % of the groups of attempts had equal rewards"),
+        (game(0.1, {"frac_reward_zero_std": 1.0}), "learning", "50 %"),
+        (game(0.1, {"propose/novel_rate": 0.3}), "narrowing", "30 % of the programs had a new form"),
+        (game(0.1, {"curriculum/features": 9.0}), "narrowing", "9 different features"),
+        (game(None, {"propose/novel_rate": 0.3}), "narrowing", "30 % of the programs had a new form"),
+        (game(-0.1, {"propose/novel_rate": 0.3}), "broken", "-10 points"),
+        (game(0.1, {"propose/novel_rate": 0.6}), "learning", "50 %"),
+        (prompts(0.2, 0.5), "learning", "The reward rose from 0.21 to 0.51 in training."),
+        (prompts(0.5, 0.2), "broken", "The reward fell from"),
+        (prompts(0.2, 0.2), "flat", "The reward went from"),
+        (prompts(0.2, 0.2, flat=1.0), "broken", "100 % of the groups of attempts had equal rewards"),
+        (prompts(0.2, 0.9, flat=1.0), "learning", "The reward rose"),
+        (prompts(0.2, 0.9, steps=FEWEST_STEPS - 1), "cannot be told", "9 steps are logged, and the verdict needs 10."),
+    ],
+)
+def test_the_word_is_the_first_that_fits(run, word, why):
+    verdict = judge(run)
+    assert (verdict.word, verdict.remark) == (word, "")
+    assert why in verdict.why
+    assert str(verdict).startswith(f"{word.capitalize()}: ")
+
+
+@pytest.mark.parametrize(
+    ("plain", "worked", "told"),
+    [
+        (0.3, 0.8, True),  # as good as before in either way, and nine times as often worked out
+        (0.42, 0.92, True),  # 12 of 40 points are left at an equal share: less than half
+        (0.55, 0.9, False),  # 23.5 of 35 points are left
+    ],
+)
+def test_a_gain_that_is_gone_at_an_equal_share_of_worked_answers_is_longer_reasoning(plain, worked, told):
+    rate = 0.9 * worked + 0.1 * plain
+    run = game(rate - 0.4, solve_rate_plain=plain, solve_rate_thinking=worked, thinking_rate=0.9)
+    verdict = judge(run)
+    assert verdict.word == "learning"
+    assert ("90 % of the answers are worked out instead of 10 %" in verdict.remark) == told
+    left = 0.1 * (worked - 0.8) + 0.9 * (plain - 0.3)
+    assert (f"{100 * left:+.0f} points would be left" in verdict.remark) == told
+
+
+def test_evaluations_without_intervals_say_nothing():
+    run = game(0.1)
+    for entry in run.evaluations:
+        del entry["eval/solve_rate_margin"]
+    assert judge(run).word == "cannot be told"
+
+
+def test_page_and_picture_and_terminal_say_it(finished, tmp_path):
+    from trl_populora.report.page import write_report
+
+    word = judge(load_run(finished)).word
+    page = write_report(finished, tmp_path).read_text()
+    assert word == "cannot be told", "four steps"
+    assert page.index("Cannot be told.") < page.index("base model")
+    command = [
+        sys.executable,
+        "-m",
+        "trl_populora",
+        "quickstart",
+        "--max_steps",
+        "1",
+        "--output_dir",
+        str(tmp_path / "q"),
+    ]
+    small = ["--proposals_per_teacher", "3", "--attempts_per_task", "2", "--per_device_train_batch_size", "9"]
+    small += ["--eval_strategy", "no", "--eval_on_start", "false", "--max_completion_length", "32"]
+    done = subprocess.run(command + small, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "Cannot be told: 1 steps are logged" in done.stdout
