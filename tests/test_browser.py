@@ -50,6 +50,11 @@ class TestReport:
             assert_fits(page)
             assert_readable(page)
 
+    def test_the_verdict_is_seen_on_a_phone_without_scrolling(self, browser, report):
+        with opened(browser, report, PHONE) as page:
+            box = page.query_selector(".verdict").bounding_box()
+            assert box["y"] + box["height"] < page.viewport_size["height"]
+
     def test_is_used_by_keyboard(self, browser, report):
         with opened(browser, report) as page:
             assert_keyboard_reaches_everything(page)

@@ -147,8 +147,9 @@ def _draw_forms(axis: Axes, found: Difference, students: Sequence[str]) -> None:
     axis.barh(students, [found.forms[student] for student in students], color=COLORS["student"])
     axis.set_xlim(0, found.answers)
     axis.invert_yaxis()
-    axis.set_title(f"forms of {found.answers} code_f answers", fontsize=9)
-    axis.set_xlabel("different forms")
+    axis.set_title("right code_f answers", fontsize=9)
+    axis.set_xlabel(f"different forms of {found.answers}", fontsize=8)
+    axis.tick_params(labelsize=8)
 
 
 def _draw_matrix(

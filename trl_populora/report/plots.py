@@ -339,7 +339,7 @@ PLOTS = (
 )
 
 # `run.png` leaves these pictures out. It shows the others, two in each row.
-_DETAILS = ("held_out_kinds", "curriculum", "coverage", "rejects", "matches", "lineage", "times")
+_DETAILS = ("held_out_kinds", "curriculum", "coverage", "rejects", "matches", "difference", "lineage", "times")
 OVERVIEW = [plot for plot in PLOTS if plot.name not in _DETAILS]
 
 
