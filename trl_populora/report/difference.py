@@ -137,7 +137,7 @@ def draw_difference(figure: Figure, run: Run) -> None:
             axis.set_axis_off()
             continue
         _draw_matrix(axis, found.cosines[role], names[role], names[role], role, "{:.2f}")
-        axis.set_title(f"cosine between updates of {role}s", fontsize=9)
+        axis.set_title(f"{role}s: cosines", fontsize=9)
 
 
 def _draw_forms(axis: Axes, found: Difference, students: Sequence[str]) -> None:
