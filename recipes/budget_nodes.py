@@ -18,9 +18,9 @@ CHARS_PER_TOKEN = 3.0
 SLOW_PROGRAMS = 0.05  # share of programs that use all of `sandbox_seconds`
 SHARE_OF_STEP = 0.1  # of a step's seconds that the sandbox may take
 
-# Measured (benchmarks/RESULTS.md): 1294 isolated programs a second on two cores; 518 MB for a million tasks.
+# Measured (benchmarks/RESULTS.md): 1294 isolated programs a second on two cores; 1,158 MB for a million tasks.
 PROGRAM_SECONDS = 2 / 1294
-TASK_BYTES = 518
+TASK_BYTES = 1158
 RECORD_BYTES = 250  # of a row as the other processes need to know it, pickled (tests compare it)
 
 
