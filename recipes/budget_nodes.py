@@ -58,15 +58,15 @@ def traffic(args: PopuLoRAConfig, adapters: int, nodes: Nodes, like: Like) -> di
     """
     Bytes through the busiest node's network in a step.
 
-    ZeRO-2 shares gradients out after every micro-batch and gathers the weights once; both in bf16, in rings that pass
-    each node once. Servers read the members' files, which rank 0 writes in fp32. Every process is sent all rows: their
+    ZeRO-2 all-reduces gradients after every micro-batch (a ring passes each node twice) and gathers the weights once (a
+    ring passes each node once); both in bf16. Servers read the members' files, which rank 0 writes in fp32. Every process is sent all rows: their
     records, and through TRL's log prompts and completions as text.
     """
     ring = 2 * adapters * (nodes.world - 1) / nodes.world
     text = CHARS_PER_TOKEN * (like.prompt + like.completion)
     others = args.rows_per_step * (nodes.nodes - 1) / nodes.nodes
     return {
-        "gradients": args.num_iterations * nodes.parts * ring,
+        "gradients": 2 * args.num_iterations * nodes.parts * ring,
         "weights": args.num_iterations * ring,
         "publishing": 4 * adapters * (1 + nodes.servers) if nodes.servers else 0.0,
         "rows, as Python objects": nodes.processes * others * (RECORD_BYTES + text),

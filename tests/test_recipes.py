@@ -332,7 +332,7 @@ class TestBudget:
         sizes = {name: float(size) for name, size in rows}
         adapters = 32 * SHAPES["Qwen/Qwen2.5-Coder-7B"].adapter_parameters(32)
         assert sizes["weights"] == pytest.approx(2 * adapters * 31 / 32 / 1e9, abs=1e-3)
-        assert sizes["gradients"] == pytest.approx(36 * sizes["weights"], rel=1e-3), "after each micro-batch"
+        assert sizes["gradients"] == pytest.approx(2 * 36 * sizes["weights"], rel=1e-3), "after each micro-batch"
         assert sizes["publishing"] == 0, "each process has its engine"
         assert sizes["all"] == pytest.approx(sum(size for name, size in sizes.items() if name != "all"), abs=2e-3)
         monkeypatch.setattr(sys, "argv", ["budget.py", recipe, "--processes", "8", "--nodes", "4", "--members", "64"])
