@@ -38,6 +38,11 @@ HELPERS = [
     "        return self.v < other.v\n    def area(self):\n        return self.v * self.size",
     "class Q:\n    n = 0\n    def __add__(self, other):\n        Q.n += 1\n        return self\n"
     "    def __bool__(self):\n        Q.n += 1\n        return True",
+    "class S:\n    ws = [1, 2]\n    ys = [w for w in ws]\n    def __init__(self, first=ws, *, last=0):\n"
+    "        self.rows, self._last = [*first], last\n    def push(self, v, by=2):\n        self.rows.append(v * by)\n"
+    "        return self\n    def total(self):\n        t = self._last\n        [t := t + w for w in self.rows]\n"
+    "        return t\n"
+    "class T(S):\n    def push(self, v, by=3):\n        super().push(v + by)\n        return self.rows",
     "def reader():\n    x\n    return 1",
     "seen = []",
     "sq = lambda v: v * v",
@@ -97,6 +102,13 @@ STATEMENTS = [
     "q + q",
     "out.append(Q.n)",
     "out.append(sq(x))",
+    "stack = S(xs, last=x)",
+    "stack = S()",
+    "stack.push(x)",
+    "stack.push(v=x, by=5)",
+    "out.append(stack.total())",
+    "out.append(S.ys)",
+    "out.append(S.ys + T(last=x).push(by=x, v=1))",
     "out.append(str(g).split()[1])",
     "out.append(g.__name__)",
     "out.append(k.__doc__)",
@@ -180,6 +192,12 @@ NAMES = [
     "area",
     "size",
     "len",
+    "push",
+    "rows",
+    "by",
+    "w",
+    "t",
+    "self",
 ]
 NAMES += ["__lt__", "__gt__", "floor", "ceil", "sqrt", "sq", "n", "e", "rest", "fresh", "sum", "counted", "dd", "u"]
 
@@ -191,7 +209,12 @@ def program(rng: random.Random) -> str:
     # What a statement needs is mostly there.
     helpers = [each for each in HELPERS if rng.random() < (0.9 if _defined(each) in said else 0.1)]
     imports = [each for each in IMPORTS if rng.random() < (0.9 if _wanted(each, said) else 0.1)]
-    for name, first in (("it", "it = iter(xs)"), ("dd", "dd = defaultdict(list)"), ("buf", "buf = io.StringIO()")):
+    for name, first in (
+        ("it", "it = iter(xs)"),
+        ("dd", "dd = defaultdict(list)"),
+        ("buf", "buf = io.StringIO()"),
+        ("stack", "stack = S([x])"),
+    ):
         if name in said and rng.random() < 0.9:
             chosen.insert(0, first)
     body = "\n".join(["out = []", *chosen, rng.choice(["return out", "return out, x", "return out, xs, d"])])

@@ -174,7 +174,8 @@ def test_a_resumed_archive_goes_on_as_if_nothing_had_happened(tmp_path):
     assert resumed.metrics() == straight.metrics()
 
 
-def test_an_archive_with_keys_of_another_normal_form_is_read_with_new_ones(tmp_path):
+@pytest.mark.parametrize("version", ["3", "4"])
+def test_an_archive_with_keys_of_another_normal_form_is_read_with_new_ones(tmp_path, version):
     archive, path = TaskArchive(), tmp_path / "archive.parquet"
     tasks = [make(1), make(2), make(1, program="def f(y):\n    return y * {}"), Task("mine", "24", (), ())]
     for task in tasks:
@@ -182,7 +183,7 @@ def test_an_archive_with_keys_of_another_normal_form_is_read_with_new_ones(tmp_p
     save_archive(archive, path)
     table = pq.read_table(path)
     older = table.set_column(table.column_names.index("key"), "key", [[f"{n:032x}" for n in range(len(tasks))]])
-    pq.write_table(older.replace_schema_metadata({"populora_archive": "3"}), path)
+    pq.write_table(older.replace_schema_metadata({"populora_archive": version}), path)
     read = TaskArchive()
     load_archive(read, path, archive.coverage.state_dict() | {"forms": [1, 2, 3, 4, 5]})
     assert contents(read) == contents(archive)

@@ -397,7 +397,7 @@ class TestDamage:
                 "field `members` lists teacher_0, teacher_1, st",
             ),
             (other_rank, r"student_1/adapter_model.safetensors cannot be read into member.*must have shape"),
-            (older_archive, "archive.parquet: field `populora_archive` of the schema is 0, this version reads 4"),
+            (older_archive, "archive.parquet: field `populora_archive` of the schema is 0, this version reads 5"),
             (archive_without_a_column, "archive.parquet: column `outputs` is missing"),
             (
                 cut_off("rank_state_0.pt", listed=True),

@@ -75,6 +75,161 @@ def test_keywords_modules_and_attributes_of_its_own_are_renamed_with_it(one, oth
     assert forms(one) == forms(other)
 
 
+# Programs with classes. Names that end with `_` are their own.
+CLASSES = [
+    "class A_:\n    def g_(self_, q_):\n        return q_ + 1\ndef f(x):\n    return A_().g_(x)",
+    "class A:\n    def g(self, a_, /, b_=1, *c_, d_=2, **e_):\n        return a_, b_, c_, d_, e_\n"
+    "def f(x):\n    return A().g(x, d_=3)",
+    # Lambdas and comprehensions in each other.
+    "class A:\n    g_ = lambda self_, q_: q_ + 1\ndef f(x):\n    return A().g_(x)",
+    "class A:\n    g = lambda self, q_: (lambda k_: k_ + q_)(2)\ndef f(x):\n    return A().g(x)",
+    "class A:\n    g = lambda self, q_: [k_ + q_ for k_ in range(q_)]\ndef f(x):\n    return A().g(x)",
+    "class A:\n    gs = [lambda q_: q_ + n_ for n_ in range(3)]\ndef f(x):\n    return A.gs[0](x)",
+    # What a class body computes: first iterables, defaults, decorators.
+    "class A:\n    ws_ = [1, 2]\n    ys_ = [w_ for w_ in ws_]\ndef f(x):\n    return A.ys_",
+    "class A:\n    n_ = 3\n    def g(self, k_=n_):\n        return k_\ndef f(x):\n    return A().g()",
+    "class A:\n    def twice_(h_):\n        return h_\n    @twice_\n    def g(self):\n        return 1\n"
+    "def f(x):\n    return A().g()",
+    # Classes in classes and in methods.
+    "class A:\n    class B_:\n        def g_(self_, q_):\n            return q_\n    def h(self, r_):\n"
+    "        return self.B_().g_(r_)\ndef f(x):\n    return A().h(x)",
+    "class A:\n    def g(self_, r_):\n        class B_:\n            def h_(me_, q_):\n                return q_, r_\n"
+    "        return B_().h_(2)\ndef f(x):\n    return A().g(x)",
+    # Names from further out.
+    "n_ = 0\nclass A:\n    def g(self, q_):\n        global n_\n        n_ += q_\n        return n_\n"
+    "def f(x):\n    return A().g(x)",
+    "n_ = 0\nclass A:\n    global n_\n    n_ = 5\ndef f(x):\n    return n_, A",
+    "def f(x):\n    n_ = 0\n    class A:\n        def g(self):\n            nonlocal n_\n            n_ += 1\n"
+    "            return n_\n    return A().g()",
+    # Other ways to bind a name.
+    "class A:\n    def g(self, q_):\n        t_ = 0\n        [t_ := t_ + v_ for v_ in q_]\n        return t_\n"
+    "def f(x):\n    return A().g(x)",
+    "class A:\n    def g(self, q):\n        try:\n            return 1 // q\n        except Exception as e_:\n"
+    "            return str(e_)\ndef f(x):\n    return A().g(x)",
+    "class A:\n    def g(self, q):\n        match q:\n            case [a_, *b_]:\n                return a_, b_\n"
+    "            case {1: c_, **d_}:\n                return c_, d_\ndef f(x):\n    return A().g(x)",
+    "class A:\n    import math as m_\n    for i_ in range(3):\n        t_ = i_\n    def g(self):\n"
+    "        import sys as s_\n        return s_, self.m_, self.t_\ndef f(x):\n    return A().g()",
+    # Keywords, fields and patterns.
+    "class A:\n    def __init__(self, v_):\n        self.w_ = v_\nclass B(A):\n    def g(self, u_):\n"
+    "        return u_\ndef f(x):\n    return B(v_=x).w_, A(v_=1).w_, B(1).g(u_=2)",
+    "class A:\n    def __init__(self, v_):\n        self.w_ = v_\n    @classmethod\n    def g(cls_, q_):\n"
+    "        return cls_(v_=q_)\nclass B:\n    def __init__(self, v):\n        self.u_ = v\n"
+    "def f(x):\n    return A.g(x).w_, B(v=1).u_",
+    "from dataclasses import dataclass\n@dataclass\nclass A:\n    a_: int\n    b_: int\n"
+    "def f(x):\n    return A(a_=x, b_=2).b_",
+    "class A:\n    def __init__(self, v_):\n        self.w_ = v_\ndef f(x):\n    match A(x):\n        case A(w_=m_):\n"
+    "            return m_",
+    "def f(x):\n    g_ = lambda a_, b_: a_ - b_\n    return g_(b_=x, a_=1)",
+    # Underscores that mean nothing to Python.
+    "class A:\n    def __init__(self, q):\n        self.__w_ = q\n    def __g_(self):\n        return self.__w_\n"
+    "    def __h__(self):\n        return self.__g_()\ndef f(x):\n    return A(x).__h__()",
+]
+
+
+@pytest.mark.parametrize("program", CLASSES)
+def test_names_that_are_bound_inside_classes_do_not_count(program):
+    own = set(re.findall(r"\b\w+_\b", program)) - {"__init__"}
+    for renamed in [*({name} for name in own), own]:
+        other = re.sub(r"\w+", lambda word, renamed=renamed: "__x" * (word[0] in renamed) + word[0], program)
+        assert other != program
+        assert forms(other)[0] == forms(program)[0]
+
+
+LENDING = (
+    "def A(x):\n    def g():\n        def h():\n            nonlocal n\n            n += x\n        n = 1\n"
+    "        return h() or n\n    def k():\n        def h():\n            nonlocal {0}\n            {0} += x\n"
+    "        {0} = 1\n        return h() or {0}\n    return g() + k()"
+)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        # What Python computes around a function, lambda or comprehension does not see the names inside.
+        (
+            "class A:\n    n = 3\n    def __call__(s, n=n): return n",
+            "class A:\n    m = 3\n    def __call__(s, n=m): return n",
+        ),
+        ("def A(x):\n    return [lambda x=x: x]", "def A(x):\n    return [lambda y=x: y]"),
+        ("def A(x):\n    def g(x=x): return x\n    return g()", "def A(x):\n    def g(y=x): return y\n    return g()"),
+        ("def A(x):\n    return [x for x in x]", "def A(x):\n    return [y for y in x]"),
+        # One name for a parameter and an attribute.
+        ("class A:\n    def __init__(self, v): self.v = v", "class A:\n    def __init__(self, w): self.v = w"),
+        # Two functions that lend a name to a function inside.
+        (LENDING.format("n"), LENDING.format("m")),
+    ],
+)
+def test_one_name_in_two_scopes_is_two_names(one, other):
+    one, other = (f"{each}\ndef f(x):\n    return A(x), A.v" for each in (one, other))
+    assert forms(one)[0] == forms(other)[0]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("class A:\n    'A note.'\n    v = 1", "class A:\n    'Another.'\n    v = 1"),
+        ("class A:\n    v = 1\n    def __g(self): return 2", "class A:\n    v = 1"),
+        ("class A:\n    v = 1\n    def __g__(self): return 2", "class A:\n    v = 1"),
+    ],
+)
+def test_what_a_class_holds_and_nobody_can_ask_for_does_not_count(one, other):
+    one, other = (f"{each}\ndef f(x):\n    return A().v" for each in (one, other))
+    assert forms(one) == forms(other)
+
+
+PICK = "class A:\n    n = 5\n    def g(self, a, b=3):\n        return {}\n"
+MATCH = (
+    "class A:\n    def __init__(self):\n        self.v = 1\n        self.w = 2\n    def g(self, x):\n"
+    "        match self:\n            case A({}=m):\n                return m, self.w\n"
+)
+INNER = (
+    "class A:\n    def g(self, x):\n        class B:\n            def h(me):\n                return {}\n"
+    "        return B().h()\n"
+)
+STACK = (
+    "class A:\n    def __init__(self):\n        self.rows = []\n    def add(self, v):\n        self.rows.append(v)\n"
+)
+ADDS = "    def g(self, x):\n        {}\n        return self.rows\n"
+SUPER = STACK + "class B(A):\n    def put(self, v):\n        super().add(v)\n" + ADDS + "A = B\n"
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (PICK.format("a"), PICK.format("b")),
+        (PICK.format("n"), PICK.format("self.n")),
+        (INNER.format("me"), INNER.format("self")),
+        # A class body sees its own names. A comprehension in it does not, but for the first iterable.
+        ("class A:\n    n = 5\n    ys = [n, n]\n", "class A:\n    n = 5\n    ys = [n for _ in range(2)]\n"),
+        ("class A:\n    n = 5\n    ys = [v for v in n]\n", "class A:\n    m = 5\n    ys = [v for v in n]\n"),
+        (PICK.replace("b=3", "b=n").format("b"), PICK.replace("b=3", "b=n").format("b").replace("n = 5", "m = 5")),
+        # A method that changes its object for another one.
+        ((STACK + ADDS).format("self.add(x)"), (STACK + ADDS).format("pass")),
+        (SUPER.format("self.put(x)"), SUPER.format("pass")),
+        *[
+            tuple(
+                STACK + ADDS.format(each) + "class B:\n    def add(self, v): pass\n"
+                for each in ("self.add(x)", "pass")
+            )
+        ],
+        # A pattern reads an attribute.
+        (MATCH.format("v"), MATCH.format("w")),
+        (MATCH.format("v"), MATCH.format("v").replace("= 1", "= 3")),
+        # `:=` in a comprehension binds a name outside of it.
+        *[
+            tuple(
+                f"class A:\n    def g(self, x):\n        t = 0\n        {each}\n        return t\n"
+                for each in ("[t := t + v for v in x]", "pass")
+            )
+        ],
+    ],
+)
+def test_classes_that_differ_have_different_forms(one, other):
+    one, other = (f"n = 1\n{each}def f(x):\n    return A().g(x), A.ys" for each in (one, other))
+    assert forms(one)[0] != forms(other)[0]
+
+
 def test_a_keyword_argument_is_not_a_bound_name():
     one = "def f(key, x):\n    return sorted(x, key=key)"
     two = "def f(reverse, x):\n    return sorted(x, reverse=reverse)"
@@ -174,6 +329,14 @@ def test_constants_are_apart_in_the_second_form_alone():
 def test_a_long_chain_of_dead_code_costs_no_more_than_a_few_walks():
     lines = [f"    v{i} = v{i - 1}" for i in range(1, 200)]
     program = "def f(x):\n    v0 = x\n" + "\n".join(lines) + "\n    return x"
+    start = time.thread_time()
+    forms(program)
+    assert time.thread_time() - start < 0.5
+
+
+def test_many_functions_of_one_name_that_are_called_often_cost_little():
+    methods = "".join(f"    def g(self, a, b, c, d):\n        a.append({i})\n" for i in range(90))
+    program = f"class A:\n{methods}def f(x):\n    a = A()\n" + "    a.g(x, x, x, x)\n" * 150 + "    return x"
     start = time.thread_time()
     forms(program)
     assert time.thread_time() - start < 0.5

@@ -331,8 +331,8 @@ def _sort_dictionaries(text: str) -> str:
 # It has one row per task, kind by kind, oldest first.
 
 
-SCHEMA_VERSION = 4
-_OLDER_VERSION = "3"  # version 3 has the same columns; its keys come from another normal form
+SCHEMA_VERSION = 5
+_OLDER_VERSIONS = ("3", "4")  # they have the same columns; their keys come from other normal forms
 _VERSION_KEY, _STEP_KEY = b"populora_archive", b"populora_step"
 
 # Rows that are written or read at a time. So no table is ever in memory as a whole beside the tasks themselves.
@@ -424,11 +424,12 @@ def load_archive(archive: TaskArchive, path: str | Path, coverage: dict[str, Any
         raise ValueError(f"{path} cannot be read ({error}). Is it missing or cut off?") from error
     with file:
         found = (file.schema_arrow.metadata or {}).get(_VERSION_KEY, b"none").decode()
-        if found not in (str(SCHEMA_VERSION), _OLDER_VERSION):
+        older = found in _OLDER_VERSIONS
+        if not older and found != str(SCHEMA_VERSION):
             raise ValueError(
                 f"{path}: field `{_VERSION_KEY.decode()}` of the schema is {found}, this version reads "
-                f"{SCHEMA_VERSION} and {_OLDER_VERSION}. The tasks themselves can seed a new run: pass the "
-                "table as `train_dataset`."
+                f"{SCHEMA_VERSION}, {' and '.join(_OLDER_VERSIONS)}. The tasks themselves can seed a new run: pass "
+                "the table as `train_dataset`."
             )
         for field in make_schema():
             if field.name not in file.schema_arrow.names:
@@ -438,8 +439,8 @@ def load_archive(archive: TaskArchive, path: str | Path, coverage: dict[str, Any
         try:
             forms: set[int] = set()
             entries = _read_entries(file, path)
-            archive.restore(_renew_keys(entries, forms) if found == _OLDER_VERSION else entries, coverage)
-            if found == _OLDER_VERSION:
+            archive.restore(_renew_keys(entries, forms) if older else entries, coverage)
+            if older:
                 # The saved hashes of forms come from the older normal form. Those of tasks that have left the archive
                 # cannot be computed again, and are forgotten. `programs` counts on from the tasks in the file.
                 archive.coverage.forms = forms

@@ -18,26 +18,35 @@ and errors that nothing catches.
 from __future__ import annotations
 
 import ast
-from collections import ChainMap, defaultdict, deque
+import operator
+from collections import ChainMap, Counter, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
-from .programs import FUNCTION, list_bound_or_imported
+from .programs import FUNCTION, drop_docstrings, list_bound_or_imported
 
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-_SCOPES = (*_FUNCTIONS, ast.ClassDef, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_SCOPES = (*_FUNCTIONS, ast.ClassDef, ast.Lambda, *_COMPREHENSIONS)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _TRIES = (ast.Try, getattr(ast, "TryStar", ast.Try))
 _ENDS = (ast.Return, ast.Yield, ast.YieldFrom, ast.Await)
 _MAY_RAISE = (ast.Call, ast.Subscript, ast.Import, ast.ImportFrom, *_LOOPS)
+_EMPTY = (ast.Pass, ast.Global, ast.Nonlocal)
 _DECIDED = (ast.Constant, ast.BoolOp, ast.boolop, ast.UnaryOp, ast.Not, ast.USub, ast.Compare, ast.cmpop)
 # Fields of a node that are not written. Those of the first line make no difference. Those of the second hold names,
 # which are written as keys.
-_UNWRITTEN = {"annotation", "ctx", "kind", "returns", "simple", "type_comment", "type_ignores"}
-_UNWRITTEN |= {"arg", "asname", "attr", "id", "name", "rest"}
+_UNWRITTEN = {"annotation", "ctx", "kind", "returns", "simple", "type_comment", "type_ignores", "type_params"}
+_UNWRITTEN |= {"arg", "asname", "attr", "id", "kwd_attrs", "name", "rest"}
+# Attributes that Python itself looks up, as `__init__`. A class cannot rename them.
+_SPECIAL = {"__delete__", "__getattr__", "__match_args__", "__post_init__", "__set__", "__set_name__", "__slots__"}
+for _each in (operator, type, int, Counter, memoryview, reversed, list_bound_or_imported):
+    _SPECIAL.update(name for name in dir(_each) if name.startswith("__"))
+# The key that stands for the object of any method.
+_OBJECT = ".<self>"
 # Methods that change their object: those of mutable types that no immutable type has, and five others.
 _CHANGING = {name for kind in (list, dict, set, bytearray, deque) for name in dir(kind)}.difference(
     *map(dir, (tuple, bytes, frozenset, MappingProxyType))
@@ -66,6 +75,22 @@ def walk_living(tree: ast.Module) -> Iterator[ast.AST]:
     while stack:
         yield (node := stack.pop())
         stack.extend(each for values in program.list_fields(node) for each in values if isinstance(each, ast.AST))
+
+
+class _Names(dict[Any, Any]):
+    """
+    The keys of the names that one scope binds.
+
+    Attributes:
+        node: Whose scope it is: the module, a function, a class, a lambda or a comprehension.
+        of_class: Whether it is a class.
+        parameters: The keys of the parameters.
+    """
+
+    def __init__(self, node: Any):
+        super().__init__()
+        self.node, self.of_class = node, isinstance(node, ast.ClassDef)
+        self.parameters: list[Any] = []
 
 
 class _Statement:
@@ -110,9 +135,10 @@ class _Program:
     Attributes:
         keys: The key that each node of the tree names, by the identity of the node.
         live: Keys that living statements read, and the identities of these statements' nodes. Empty until `_spread`.
-        functions: The statement that defines a function and the scope inside, by the key of the function's name.
+        functions: By the key that is called: the names inside the functions, lambdas or classes that this may be.
         readers, binders, changers: The statements that read a key, give it a value, or change its object in place.
-        sharers: For the key of a name, the keys of other names that may hold a part of its object.
+        sharers: For the key of a name, the keys of other names that may hold a part of its object. Between an argument
+            and the parameters stands `("call", key)`, with the key that is called.
         catches: Whether the program has any `try`.
     """
 
@@ -120,7 +146,7 @@ class _Program:
         self.root = _Statement(tree, None)
         self.keys: dict[int, Any] = {}
         self.live: set[Any] = set()
-        self.functions: dict[Any, tuple[_Statement, Any]] = {}
+        self.functions: dict[Any, list[_Names]] = defaultdict(list)
         self.readers: dict[Any, list[_Statement]] = defaultdict(list)
         self.binders: dict[Any, list[_Statement]] = defaultdict(list)
         self.changers: dict[Any, list[_Statement]] = defaultdict(list)
@@ -130,36 +156,68 @@ class _Program:
 
     def _gather(self) -> None:
         """Visits every node that control can reach. Gives names their keys, scope by scope, and then notes uses."""
-        visited, module = [], ChainMap[str, Any]()
+        visited, elsewhere, module = [], dict[int, Any](), ChainMap[str, Any](_Names(self.root.node))
         # An explicit stack: a tree may be deeper than Python's recursion limit allows.
         stack: list[tuple[Any, Any, _Statement]] = [(self.root.node, module, self.root)]
         while stack:
             node, scope, statement = stack.pop()
+            scope = elsewhere.get(id(node), scope)
             if isinstance(node, ast.stmt):
                 statement = _Statement(node, statement)
             visited.append((node, scope, statement))
-            of_class = isinstance(statement.holder.node, ast.ClassDef)
+            names = scope.maps[0]
             for name in list_bound_or_imported(node):
                 # The sandbox calls `f` by its name, so this one name is not replaced by a number.
-                fixed = name == FUNCTION and scope is module
-                key = name if fixed else f".{name}" if of_class else (statement.holder, id(scope), name)
-                scope.maps[0].setdefault(name, key)
-            if isinstance(node, (ast.Global, ast.Nonlocal)):
+                fixed = name == FUNCTION and names is module.maps[0]
+                key = name if fixed else f".{name}" if names.of_class else (statement.holder, id(names), name)
+                names.setdefault(name, key)
+            if isinstance(node, ast.arg):
+                self._note_parameter(names[node.arg], names, statement.holder)
+            elif isinstance(node, (ast.Global, ast.Nonlocal)):
                 outer = module if isinstance(node, ast.Global) else scope.parents
-                scope.update({name: outer.setdefault(name, (self.root, 0, name)) for name in node.names})
+                scope.update({n: outer.setdefault(n, (self.root, id(outer.maps[0]), n)) for n in node.names})
+            elif isinstance(node, ast.NamedExpr):
+                # `:=` in a comprehension binds a name of the function around it.
+                outer = scope
+                while isinstance(outer.maps[0].node, _COMPREHENSIONS):
+                    outer = outer.parents
+                elsewhere[id(node.target)] = outer
             elif isinstance(node, _SCOPES):
+                elsewhere |= {id(_take_decided(each)): scope for each in _list_outside(node)}
                 # Functions, lambdas, comprehensions and inner classes do not see the names that the class around them
                 # binds.
-                outer, scope = scope, (scope.parents if of_class else scope).new_child()
-                if isinstance(node, _FUNCTIONS):
-                    statement.key = outer[node.name]
-                    self.functions[statement.key] = statement, scope.maps[0]
+                outer, scope = scope, (scope.parents if names.of_class else scope).new_child(_Names(node))
+                self._note_callable(node, outer, scope.maps[0], statement)
             children = [each for values in self.list_fields(node) for each in values if isinstance(each, ast.AST)]
             stack.extend((each, scope, statement) for each in reversed(children))
         self.catches = any(isinstance(node, _TRIES) for node, *_ in visited)
         # Noted after all scopes are complete: a function may use a name that is bound further down.
         for each in visited:
             self._note(*each)
+
+    def _note_callable(self, node: Any, scope: Any, inside: _Names, statement: _Statement) -> None:
+        """Notes by which keys a function, lambda or class may be called. `scope` is the one around it."""
+        # `g = lambda ...` is called by `g`.
+        bound = getattr(statement.node, "targets", []) if getattr(statement.node, "value", 0) is node else [node]
+        for key in [scope[name] for each in bound for name in list_bound_or_imported(each)]:
+            self.functions[key].append(inside)
+            if isinstance(node, _FUNCTIONS):
+                statement.key = key
+            if isinstance(node, ast.ClassDef):
+                # Any class may inherit from this one, and its class methods call it by their first parameter.
+                self.functions[".__init__"].append(inside)
+                self.functions[id(node)] = self.functions[key]
+            elif key == ".__init__":
+                self.functions[id(scope.maps[0].node)].append(inside)
+
+    def _note_parameter(self, key: Any, inside: _Names, holder: _Statement) -> None:
+        """Notes a parameter. The first one of a method holds the object, or in a class method the class."""
+        if isinstance(holder.node, ast.ClassDef) and not inside.parameters:
+            # Methods change their object for each other. Which methods belong to one object is not worked out.
+            self.sharers[key].append(_OBJECT)
+            self.sharers[_OBJECT].append(key)
+            self.functions[key] = self.functions[id(holder.node)]
+        inside.parameters.append(key)
 
     def _note(self, node: Any, scope: Any, statement: _Statement) -> None:
         """Notes what one node reads, binds and changes, and with which other statement the node's statement lives."""
@@ -170,20 +228,22 @@ class _Program:
             if loads:
                 statement.reads.append(key)
                 self.readers[key].append(statement)
-            # A parameter gets its values from calls, which `_note_call` notes. The statement `x: int` gives none.
-            elif not isinstance(node, ast.arg) and getattr(statement.node, "value", True):
+            # A parameter gets its values from calls, which `_note_call` notes. The statement `x: int` gives none. In a
+            # class it declares a field.
+            elif not isinstance(node, ast.arg) and (getattr(statement.node, "value", True) or scope.maps[0].of_class):
                 self.binders[key].append(statement)
                 value = getattr(statement.node, "value", getattr(statement.node, "iter", None))
                 self.sharers[scope.get(_find_root(value))].append(key)
+        statement.reads += [f".{name}" for name in getattr(node, "kwd_attrs", ())]
         if isinstance(node, (ast.Attribute, ast.Subscript)) and not loads:
             self.changers[scope.get(_find_root(node.value))].append(statement)
         elif isinstance(node, ast.Call):
             self._note_call(node, scope, statement)
-        of_class = isinstance(holder.node, ast.ClassDef) and isinstance(node, ast.stmt)
+        of_class = isinstance(holder.node, ast.ClassDef) and isinstance(node, ast.stmt) and drop_docstrings([node])
         ends = isinstance(node, _ENDS) or "*" in said or (self.catches and isinstance(node, (ast.Raise, ast.Assert)))
         # When a class lives, its body lives with it, except methods and inner classes: each lives when it is named.
         # Methods such as `__init__` live with the class, because Python itself calls them.
-        if ends or (of_class and getattr(node, "name", "__").startswith("__")):
+        if ends or (of_class and not isinstance(node, _EMPTY) and getattr(node, "name", "__init__") in _SPECIAL):
             holder.waiting.append(statement)
         elif isinstance(node, (ast.Break, ast.Continue)):
             statement.find_around(_LOOPS).waiting.append(statement)
@@ -197,13 +257,14 @@ class _Program:
         receiver = [call.func.value] if isinstance(call.func, ast.Attribute) else []
         for changed in receiver if name in _CHANGING else call.args[:1] if name in _CHANGING_FIRST else []:
             self.changers[scope.get(_find_root(changed))].append(statement)
-        if (key := f".{name}" if receiver else scope.get(name)) in self.functions:
-            function, inside = self.functions[key]
-            said = [each.arg for each in ast.walk(function.node.args) if isinstance(each, ast.arg)]
-            # Any parameter may hold any argument: which one holds which is not worked out.
-            for given in [*receiver, *call.args, *(keyword.value for keyword in call.keywords)]:
-                self.sharers[scope.get(_find_root(given))] += [inside[name] for name in said if name in inside]
-            self.keys |= {id(each): inside[each.arg] for each in call.keywords if each.arg in inside}
+        found = self.functions.get(called := f".{name}" if receiver else scope.get(name), [])
+        # Any parameter may hold any argument: which one holds which is not worked out.
+        self.sharers["call", called] = [key for inside in found for key in inside.parameters]
+        for given in [*receiver, *call.args, *(keyword.value for keyword in call.keywords)]:
+            self.sharers[scope.get(_find_root(given))].append(("call", called))
+        if any(inside.of_class for inside in found):
+            found = [*self.functions[".__init__"], *found]  # the class may inherit its `__init__` or its fields
+        self.keys |= {id(each): inside[each.arg] for inside in found for each in call.keywords if each.arg in inside}
 
     def _spread(self) -> None:
         """Finds the living statements: starts at `f`, and adds whatever binds or changes what a living one reads."""
@@ -224,17 +285,19 @@ class _Program:
 
     def _find_changers(self, key: Any) -> Iterator[_Statement]:
         """Yields the statements that bind a key or change its object, be it through another name or in a call."""
-        names, holders = [key], []
+        names, called, known = [key], list[Any](), {key}
         # Both lists grow while they are walked through.
         for name in names:
             found = self.changers[name] + (self.binders.get(key, []) if name is key else [])
             yield from found
-            names += [other for other in self.sharers[name] if other not in names]
+            new = {*self.sharers[name]} - known
+            known |= new
+            names += new
             # A function may change an object of its caller. Then every caller of the function changes it, too.
-            holders += [each.holder for each in found if name[0] is not each.holder and each.holder not in holders]
-        for holder in holders:
-            yield from self.readers[holder.key]
-            holders += [each.holder for each in self.readers[holder.key] if each.holder not in holders]
+            called += {each.holder.key for each in found if name[0] is not each.holder}.difference(called)
+        for function in called:
+            yield from self.readers[function]
+            called += {each.holder.key for each in self.readers[function]}.difference(called)
 
     def list_fields(self, node: Any) -> Iterator[list[Any]]:
         """
@@ -263,15 +326,26 @@ class _Program:
                 texts.append((hex(value) if type(value) is int else repr(value), type(value).__name__))
                 continue
             if isinstance(node, ast.AST):
-                key: Any = self.keys.get(id(node), getattr(node, "arg", None) or "")
+                key = self.keys.get(id(node), getattr(node, "arg", None) or "")
+                keys = [key, *(f".{name}" for name in getattr(node, "kwd_attrs", ()))]
                 # Names of the program are numbered in the order in which they are met. Names of Python stay.
-                if isinstance(key, tuple) or (key in self.binders and key != FUNCTION and not key.startswith(".__")):
-                    key = f"${numbers.setdefault(key, len(numbers))}"
+                for place, key in enumerate(keys):
+                    if isinstance(key, tuple) or (key in self.binders and key != FUNCTION and key[1:] not in _SPECIAL):
+                        keys[place] = f"${numbers.setdefault(key, len(numbers))}"
                 stack += [")", *reversed([part for values in self.list_fields(node) for part in [*values, ";"]])]
                 kind = "Assign" if isinstance(node, ast.AnnAssign) else type(node).__name__
-                node = f"{kind} {node.name if isinstance(node, ast.alias) else ''} {key}("
+                node = f"{kind} {node.name if isinstance(node, ast.alias) else ''} {' '.join(keys)}("
             texts.append((str(node),) * 2)
         return " ".join(text for text, _ in texts), " ".join(text for _, text in texts)
+
+
+def _list_outside(node: Any) -> list[Any]:
+    """Lists the parts of a function, class, lambda or comprehension that Python computes in the scope around it."""
+    if isinstance(node, _COMPREHENSIONS):
+        return [node.generators[0].iter]
+    if isinstance(node, ast.ClassDef):
+        return [*node.decorator_list, *node.bases, *node.keywords]
+    return [*getattr(node, "decorator_list", []), *node.args.defaults, *node.args.kw_defaults]
 
 
 def _list_reachable(block: list[Any]) -> Iterator[ast.stmt]:
