@@ -59,8 +59,8 @@ def traffic(args: PopuLoRAConfig, adapters: int, nodes: Nodes, like: Like) -> di
     Bytes through the busiest node's network in a step.
 
     ZeRO-2 all-reduces gradients after every micro-batch (a ring passes each node twice) and gathers the weights
-    once (a ring passes each node once), both in bf16. Servers read the members' files, which rank 0 writes in fp32. Every
-    process is sent all rows: their records, and through TRL's log prompts and completions as text.
+    once (a ring passes each node once), both in bf16. Servers read the members' files, which rank 0 writes in fp32.
+    Every process is sent all rows: their records, and through TRL's log prompts and completions as text.
     """
     ring = 2 * adapters * (nodes.world - 1) / nodes.world
     text = CHARS_PER_TOKEN * (like.prompt + like.completion)
