@@ -314,7 +314,7 @@ def _make_player_of_runs(
     args: PopuLoRAConfig,
     template_of: Mapping[str, str],
 ) -> Player:
-    """Makes a player that asks every member, and the base, with the chat template that `template_of` has for it."""
+    """Makes one player for all members and the base. It asks each with the chat template that `template_of` has."""
     players = {}
     # A template also decides which tokens end an answer. So each template has a tokenizer and a player of its own.
     for template in dict.fromkeys(template_of.values()):

@@ -148,11 +148,11 @@ class AdapterShelf:
         return str(path)
 
     def retire(self, path: str) -> None:
-        """Marks a directory as replaced. The next [`sweep_retired`] removes it."""
+        """Marks a directory as no longer needed. The next [`sweep_retired`] removes it."""
         self._retired.append(path)
 
     def sweep_retired(self) -> None:
-        """Removes the directories that are marked as replaced."""
+        """Removes the directories that [`retire`] has marked."""
         while self._retired:
             shutil.rmtree(self._retired.popleft())
 

@@ -28,7 +28,7 @@ from .publish import Ask, Published, StaleAdapterError, count_adapters, merge_as
 
 REQUESTS_AT_A_TIME = 64  # further requests wait; with seeds there are many, one for each ask
 PROBE = range(1, 9)  # the prompt of a probe: token ids that every vocabulary has
-HEALTH_TIMEOUT = 10.0  # seconds to wait for an answer of `/health`, which a server that is up gives at once
+HEALTH_TIMEOUT = 10.0  # seconds that one request to `/health` may take; a server that is up answers at once
 
 # A bound for the change of a member's B, as the root mean square over B's elements. A larger change shows in the
 # member's log-probabilities, in any precision. If a server then still answers with the former log-probabilities, bit

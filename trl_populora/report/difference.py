@@ -122,7 +122,7 @@ def count_forms(run: Run, since: int) -> tuple[dict[str, int], int]:
 
 
 def draw_difference(figure: Figure, run: Run) -> None:
-    """Draws what each student solves by kind, the different forms of its code_f answers, and cosines within roles."""
+    """Draws which share of each kind students get right, how many forms code_f answers have, and the cosines."""
     found = measure_difference(run)
     names = {role: run.members(role) for role in ("teacher", "student")}
     shown = [role for role in names if role in found.cosines]

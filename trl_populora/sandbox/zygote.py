@@ -276,7 +276,7 @@ def main(answer: list, surroundings: dict) -> Calls[None]:
 
     Args:
         answer: The list that `launch.py` fills after each call.
-        surroundings: The names of the script that makes the calls. Only `answer` stays, because programs see them.
+        surroundings: The globals of `launch.py`. All but `answer` are deleted, because programs see them.
     """
     surroundings.clear()
     surroundings["answer"] = answer

@@ -74,7 +74,8 @@ class TaskArchive:
 
     Two tasks are duplicates if they have the same kind, inputs and message, and programs of the same exact form
     ([`~normal_form.normal_forms`]). [`hash_task`] says which differences do not count. Texts that define no `f` are
-    compared letter by letter, without the blanks at their ends. A task that was replaced may be added again.
+    compared letter by letter, without the blanks at their ends. A task that a newer one has pushed out may be added
+    again.
 
     The same program with another input makes another task, because the input decides what has to be worked out. Two
     programs that differ only in constants make two tasks as well. `programs` counts programs without regard to the

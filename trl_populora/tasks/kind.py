@@ -305,8 +305,8 @@ class TaskKind(ABC):
         Writes the chat messages that ask a teacher for one proposal.
 
         Args:
-            references: Archived tasks to show in the prompt. In the style `"turns"` a kind with [`write_proposal`]
-                gets none, or the one task that the proposal is about: the others become earlier chat turns.
+            references: Archived tasks to show in the prompt. For a kind with [`write_proposal`] there are none in the
+                style `"turns"`, where they become earlier chat turns. There is one if the proposal is about a task.
             style: `"turns"`, `"chat"` or `"compact"`.
         """
         raise NotImplementedError
