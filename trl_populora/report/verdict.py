@@ -27,7 +27,7 @@ FEWEST_STEPS = 10  # logged steps; each fifth has at least two then
 FAULTS = (
     ("propose/valid_rate", 0.25, 1.0, "of the proposals became tasks"),
     ("solve/well_formed", 0.25, 1.0, "of the answers could be read"),
-    ("completions/clipped_ratio", 0.0, 0.5, "of the completions were cut at the longest length"),
+    ("completions/clipped_ratio", 0.0, 0.5, "of the completions were cut at `max_completion_length`"),
 )
 DEAD = ((FLAT, 0.0, 0.95, "of the groups of attempts had equal rewards, from which nobody learns"),)
 # Metric, what it counts, and how it is written. A run narrows if it falls below NARROWED times its value at the start.

@@ -161,9 +161,13 @@ def take_turns(members: Sequence[int], lengths: Sequence[int], prompts: Sequence
 def _fill(
     batches: list[list[int]], groups: Sequence[list[int]], size: int, exceeds: Callable[[Sequence[int]], bool]
 ) -> None:
-    """Adds the groups of one role's rows to the last micro-batch while they fit, then to new ones."""
-    # If the last micro-batch has fewer than `size` rows, the first rows of a role are added to it. Else they begin a
-    # new one.
+    """
+    Deals one role's groups of rows into micro-batches, one group after the other.
+
+    While the last micro-batch has fewer than `size` rows, it takes rows one by one. The first row that does not fit
+    begins a new one. If the last micro-batch has `size` rows or more, it takes a group only whole, and no group of a
+    role that is new to it.
+    """
     first = True
     for group in groups:
         splits = ([group[start::count] for start in range(count)] for count in range(1, len(group) + 1))
