@@ -152,7 +152,7 @@ class TestErrors:
     def test_a_function_that_raises_is_told_in_one_line(self, ask, option, monkeypatch):
         monkeypatch.setitem(globals(), "given", KeyError("x"))
         with pytest.raises(
-            RuntimeError, match=rf"^`{option}={HERE}:give` raises KeyError\('x'\) when .* with .*\.$"
+            RuntimeError, match=rf"^`{option}={HERE}:give` raised KeyError\('x'\) when .* with .*\.$"
         ) as error:
             ask()
         assert "\n" not in str(error.value)

@@ -82,7 +82,7 @@ def find_function(path: str, option: str, named: Iterable[str] = ()) -> Callable
             # A tensor's `repr` has many lines.
             given = " ".join(", ".join(map(repr, arguments)).split())
             raise RuntimeError(
-                f"`{option}={path}` raises {error!r:.200} when it is called with {given:.300}."
+                f"`{option}={path}` raised {error!r:.200} when it was called with {given:.300}."
             ) from error
 
     return ask

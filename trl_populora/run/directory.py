@@ -177,7 +177,7 @@ class RunDirectory:
             may_begin = self._trained_in == where or (found is None and wanted)
             return None if may_begin else find_earlier_run(where)
         newest = find_newest(where)
-        # A later checkpoint is an obstacle if the user named `found` by its path; then `found` equals `wanted`. For
+        # `found` equals `wanted` only if the user named a checkpoint by its path. Then a later one is an obstacle. For
         # `True` it is none: `found` is the newest checkpoint that is whole on all nodes, and this node may have newer
         # ones.
         if found != wanted or newest is None or _parse_step(Path(newest)) <= _parse_step(Path(found)):

@@ -140,7 +140,10 @@ def _check_order(kinds: list[str]) -> None:
 
 
 def _check_neighbours(tokens: list[tuple[str, str]]) -> None:
-    """Refuses chains such as `1+1+1` or `()()()`, whose deep trees crash the parser of some versions of Python."""
+    """
+    Refuses a sign between two values, except in a complex number, and an opening bracket after a value, except in a
+    call. Chains such as `1+1+1` or `()()()` have deep trees, which crash the parser of some versions of Python.
+    """
     values = ("number", "name", "string", "close")
     for (before, _), (kind, token) in zip(tokens, tokens[1:], strict=False):
         if kind == "open" and before in values and (before, token) != ("name", "("):

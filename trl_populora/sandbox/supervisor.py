@@ -515,7 +515,7 @@ def _after_fork() -> None:
         each.closed = True
         for worker in each._workers():
             worker.control.close()
-            worker.process.returncode = 0  # so nobody waits for the zygote here: it is no child of this process
+            worker.process.returncode = 0  # so nobody in the fork waits for the zygote, which is not its child
         for pending in each.running.values():
             pending.close()
         each.listener.epoll.close()
