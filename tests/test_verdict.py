@@ -94,6 +94,12 @@ def test_a_gain_that_is_gone_at_an_equal_share_of_worked_answers_is_longer_reaso
     assert (f"{100 * left:+.0f} points would be left" in verdict.remark) == told
 
 
+def test_a_gain_with_fewer_worked_answers_is_no_longer_reasoning():
+    run = game(0.1, solve_rate_plain=0.2, solve_rate_thinking=0.6, thinking_rate=0.05)
+    assert judge(run).word == "learning"
+    assert judge(run).remark == ""
+
+
 def test_evaluations_without_intervals_say_nothing():
     run = game(0.1)
     for entry in run.evaluations:

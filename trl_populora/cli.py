@@ -149,13 +149,14 @@ USAGE = "populora train --config FILE.yaml [--option value ...]"
 
 def build_trainer(recipe, args, model, prompts=None):
     """
-    Builds the trainer that the options of a training command describe: of a dataset run, or of the game.
+    Builds the trainer that the options of a training command describe: of a dataset run if `prompts` names a dataset,
+    else of the game.
 
     Args:
         recipe: [`TrainArguments`].
         args: [`~trl_populora.config.PopuLoRAConfig`].
         model: [`~trl_populora.config.MemberConfig`].
-        prompts: [`~trl_populora.tasks.script.PromptArguments`].
+        prompts: [`~trl_populora.tasks.script.PromptArguments`], which may name no dataset; `None` means the same.
     """
     from trl import get_quantization_config
 

@@ -266,8 +266,8 @@ class PopuLoRAConfig(GRPOConfig):
     # TRL's default.
     max_steps: int = _option(
         None,
-        "Optimizer steps. When None, 200 in the game, where `num_iterations` of them are a population step (second "
-        "hand: 200); in a dataset run `num_train_epochs` decides the length.",
+        "Optimizer steps. When None, 200 in the game (second hand), where `num_iterations` of them are a population "
+        "step; in a dataset run `num_train_epochs` decides the length.",
     )
     learning_rate: float = field(
         default=None,  # type: ignore[assignment]
@@ -661,8 +661,8 @@ class PopuLoRAConfig(GRPOConfig):
 
     @property
     def optimizer_steps_per_generation(self) -> int:
-        """Optimizer steps from one generation to the next, at least 1."""
-        return max(1, self.steps_per_generation // self.gradient_accumulation_steps) * self.num_iterations
+        """Optimizer steps from one generation of rows to the next; 1 if a step takes the rows of several."""
+        return max(1, self.steps_per_generation * self.num_iterations // self.gradient_accumulation_steps)
 
     def to_dict(self):
         # Trackers get this. transformers hides settings that are tokens, but no token inside a setting that is a dict.

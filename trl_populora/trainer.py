@@ -312,7 +312,7 @@ class PopuLoRATrainer(HubTrainer):
             "skips_blank_rows": self.beta == 0,  # a KL term reaches every row; entropy terms are refused
         }
         if not plays:
-            optimizer_steps = args.optimizer_steps_per_generation // args.num_iterations
+            optimizer_steps = max(1, args.steps_per_generation // args.gradient_accumulation_steps)
             self.scorer: Scorer = PromptScorer(
                 attempts=self.num_generations,
                 optimizer_steps=optimizer_steps,

@@ -416,7 +416,7 @@ def draw_coverage(figure: Figure, run: Run) -> None:
     finish(figure, axes[-1])
 
 
-# Pictures of what a run did as a whole.
+# Pictures of rejects, matches, lineage and times.
 
 
 @on_one_axis

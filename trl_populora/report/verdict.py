@@ -136,7 +136,10 @@ def _measure_gain(run: Run) -> tuple[float, float, str, str]:
 
 
 def _tell_reasoning(first: dict, last: dict, table: str, gain: float) -> str:
-    """Says so if less than half of a gain is left when as many answers are worked out as at the first evaluation."""
+    """
+    Says so if a gain is mostly longer reasoning: with the first evaluation's share of worked answers less than half of
+    it would be left.
+    """
     share = first.get(f"{table}thinking_rate") or 0.0
     left = 0.0
     for name, weight in (("thinking", share), ("plain", 1 - share)):
@@ -144,9 +147,9 @@ def _tell_reasoning(first: dict, last: dict, table: str, gain: float) -> str:
         if weight and (before is None or after is None):
             return ""  # one of the evaluations has no such answers
         left += weight * ((after or 0.0) - (before or 0.0))
-    if gain <= 0 or left >= MOSTLY * gain:
-        return ""
     now = last.get(f"{table}thinking_rate") or 0.0
+    if gain <= 0 or now <= share or left >= MOSTLY * gain:
+        return ""
     return (
         f"Most of it is longer reasoning: {format_percent(now)} of the answers are worked out instead of "
         f"{format_percent(share)}, and at an equal share {100 * left:+.0f} points would be left."

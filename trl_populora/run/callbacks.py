@@ -386,9 +386,9 @@ class Alarms(_Alarms):
                 "All attempts at each task were worth the same in the last %d steps, so students do not learn: the "
                 "tasks are too easy or too hard for them (%s), or `attempts_per_task` is too small.",
                 STEPS,
-                "no fresh task was attempted"
+                "at the last log no fresh task had been attempted"
                 if math.isnan(rate)
-                else f"{100 * rate:.0f} % of attempts at fresh tasks are right",
+                else f"at the last log {100 * rate:.0f} % of attempts at fresh tasks were right",
             )
         self._warn_of_weights(args, step, logs)
 

@@ -70,7 +70,8 @@ def read_prompts(asked: PromptArguments, evaluates: bool) -> tuple[Dataset, Data
         evaluates: Whether the run evaluates. If not, the split for evaluation is not needed.
 
     Raises:
-        `ValueError`: If the dataset cannot be read, lacks a split that the options name, or holds no prompts.
+        `ValueError`: If `dataset_name` cannot be read, or if the dataset lacks a split that the options name, or holds
+            no prompts. TRL reads what `datasets` lists, with the errors of `load_dataset`.
     """
     if asked.datasets and asked.dataset_name:
         logger.warning("`datasets` and `dataset_name` are both given: `datasets` is taken.")

@@ -37,7 +37,7 @@ class ProgramError(ValueError):
         self.reason = reason
 
 
-# A string or a comment is one match. Brackets inside count only in an f-string: see `_measure_string`.
+# A string or a comment is one match. No bracket inside one counts, but in an f-string all do: see `_measure_string`.
 _TOKEN = re.compile(
     r"""
     (?P<string>(?P<prefix>[A-Za-z]{0,2})(?:
