@@ -252,6 +252,13 @@ class TestRefused:
         with pytest.raises(ValueError, match=message):
             PopuLoRAConfig("run", **({"pool_every": 4} | settings)).for_prompts()
 
+    @pytest.mark.parametrize(("accumulated", "every"), [(2, 2), (4, 1), (8, 1)])
+    def test_a_step_may_take_the_rows_of_several_generations(self, accumulated, every):
+        """A generation has two micro-batches and is used twice. A step takes 2, 4 or 8 of them, of each member."""
+        sizes = {"steps_per_generation": 2, "gradient_accumulation_steps": accumulated, "num_iterations": 2}
+        args = PopuLoRAConfig("run", students=2, pool_every=every, **sizes).for_prompts()
+        assert args.optimizer_steps_per_generation == every
+
     def test_members_of_unequal_rank(self, random_base, tmp_path):
         configs = [LoraConfig(r=rank, lora_alpha=8, target_modules="all-linear") for rank in (4, 2)]
         args = PopuLoRAConfig(str(tmp_path), students=2, pool_every=4, **QUIET)
