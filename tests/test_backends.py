@@ -334,7 +334,7 @@ def test_an_idle_member_is_refused_only_where_zero_would_move_it(ranks):
             assert "`teachers=4` and `students=5`" in at_construction
             assert "`students=4` or `teachers=5` works" in at_construction
             assert "ZeRO cannot leave them out" in within_a_step
-            assert "as many students as teachers, or a number of students that divides" in within_a_step
+            assert "choose a number of students that equals or divides" in within_a_step
 
 
 @pytest.mark.parametrize("moment", ["after the write", "after a step with learning rate 0"])

@@ -436,6 +436,22 @@ class TestAlarms:
 
     WELL = {"time/generate": 1.0, "reward": 0.5, "rewards/judge/mean": 0.5, "frac_reward_zero_std": 0.5}
 
+    def test_a_real_run_gives_both_alarms(self, random_base, tmp_path, caplog, monkeypatch):
+        """One function pays everybody alike, and one judges nothing."""
+        monkeypatch.setattr("trl_populora.run.callbacks.STEPS", 2)
+
+        def alike(completions, **columns):
+            return [1.0] * len(completions)
+
+        def silent(completions, **columns):
+            return [None] * len(completions)
+
+        options = {name: value for name, value in ON_PROMPTS.items() if name != "on_prompts"}
+        args = PopuLoRAConfig(str(tmp_path), **(options | {"evolve_every": 0, "max_steps": 2, "save_strategy": "no"}))
+        PopuLoRATrainer(random_base, [alike, silent], args, QUESTIONS, peft_config=small_lora()).train()
+        assert "so members do not learn" in caplog.text
+        assert "'silent' gave no number" in caplog.text
+
     def test_equal_rewards_for_long_are_told_once(self, caplog):
         assert self.play([self.WELL] * 3 * STEPS) == []
         assert self.play([self.WELL | {"frac_reward_zero_std": 1.0}] * 3 * STEPS) == ["Members do not learn"]

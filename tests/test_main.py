@@ -638,4 +638,6 @@ def test_quickstart_takes_the_next_free_name(tmp_path, monkeypatch):
     for name in ("quickstart", "quickstart-2"):
         Path("runs", name).mkdir(parents=True)
         cli.quickstart([])
-    assert asked == [f"runs/{name}" for name in ("quickstart", "quickstart", "mine", "quickstart-2", "quickstart-3")]
+    cli.quickstart(["--resume"])
+    names = ("quickstart", "quickstart", "mine", "quickstart-2", "quickstart-3", "quickstart")
+    assert asked == [f"runs/{name}" for name in names]

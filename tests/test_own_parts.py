@@ -268,6 +268,7 @@ def test_a_log_of_a_users_own_that_begins_as_an_evaluation_does_ends_no_run(base
     trainer = small_trainer(base, HELD_OUT[1:], letters, **settings)
     trainer.add_callback(Log)
     trainer.train()
+    assert any("eval_mine" in entry for entry in trainer.state.log_history)
 
 
 def test_defaults_name_no_function_of_a_users_own():

@@ -314,7 +314,11 @@ def test_a_base_that_cannot_be_asked_so_is_refused_in_a_line(make_args, saved, l
 
 def test_a_template_without_assistant_turns_is_asked_in_a_single_one(make_args, saved, lora):
     args = make_args(prompt_style="chat", shots=0, max_completion_length=8)
-    PopuLoRATrainer(saved(NO_ASSISTANT), args=args, peft_config=lora).close()
+    trainer = PopuLoRATrainer(saved(NO_ASSISTANT), args=args, peft_config=lora)
+    task = next(iter(trainer.archive))
+    assert [message["role"] for message in trainer.game.referee.solving_prompt(task)] == ["user"]
+    trainer.train()
+    assert trainer.state.global_step == args.max_steps
 
 
 def test_a_solved_task_that_is_held_out_is_refused(make_args, roomy_base, lora, seed_dataset):
