@@ -400,6 +400,7 @@ def honest_rewards(sandbox):
 def test_no_trick_earns_more_than_honest_tasks(sandbox, honest_rewards, name):
     rewards, rejects = TRICKS[name].earns(sandbox)
     print(f"{name}: {', '.join(f'{pay} {reward:.2f}' for pay, reward in rewards.items())}, {sorted(rejects)}")
+    assert "format" not in rejects, "a trick that cannot be read shows nothing"
     too_much = {pay: reward for pay, reward in rewards.items() if reward > honest_rewards[pay] + SAMPLING_ERROR}
     assert too_much == {}
 

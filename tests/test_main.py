@@ -209,6 +209,7 @@ class TestPlainInstall:
         assert "Population after 1 steps on" in printed
         assert printed.endswith(
             f"Population saved to {args.output_dir}.\n"
+            "Cannot be told: 1 of the 10 steps that a verdict needs are logged.\n"
             'There is no picture: matplotlib is not installed; run `pip install "trl-populora[report]"`.\n'
         )
         assert Path(args.output_dir, "population.json").exists()

@@ -176,7 +176,7 @@ class TestOwn:
 
     def test_a_function_that_raises_is_told_with_the_record(self):
         price = choose_teacher_reward(f"{self.HERE}:pay_by_division", -1.0, 0.0)
-        with pytest.raises(RuntimeError, match=r"raises ZeroDivisionError.* with Outcome\(kind='code_o', valid=False"):
+        with pytest.raises(RuntimeError, match=r"raised ZeroDivisionError.* with Outcome\(kind='code_o', valid=False"):
             price(INVALID)
 
 

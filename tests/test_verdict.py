@@ -66,7 +66,11 @@ def prompts(start: float, end: float, flat: float = 0.3, steps: int = STEPS) -> 
         (prompts(0.2, 0.2), "flat", "The reward went from"),
         (prompts(0.2, 0.2, flat=1.0), "broken", "100 % of the groups of attempts had equal rewards"),
         (prompts(0.2, 0.9, flat=1.0), "learning", "The reward rose"),
-        (prompts(0.2, 0.9, steps=FEWEST_STEPS - 1), "cannot be told", "9 steps are logged, and the verdict needs 10."),
+        (
+            prompts(0.2, 0.9, steps=FEWEST_STEPS - 1),
+            "cannot be told",
+            "9 of the 10 steps that a verdict needs are logged.",
+        ),
     ],
 )
 def test_the_word_is_the_first_that_fits(run, word, why):
@@ -128,4 +132,4 @@ def test_page_and_picture_and_terminal_say_it(finished, tmp_path):
     small += ["--eval_strategy", "no", "--eval_on_start", "false", "--max_completion_length", "32"]
     done = subprocess.run(command + small, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "Cannot be told: 1 steps are logged" in done.stdout
+    assert "Cannot be told: 1 of the 10 steps that a verdict needs are logged." in done.stdout

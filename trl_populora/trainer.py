@@ -426,6 +426,24 @@ class PopuLoRATrainer(HubTrainer):
                 `trainer.optimizer` is set.
             `RuntimeError`: If this trainer has trained before, under DeepSpeed.
         """
+        try:
+            self._refuse_optimizer_that_deepspeed_drops()
+            self._open()
+            self._best_step = None
+            self._forget_unfinished_step()
+            if self.held_out is not None and self.state.global_step:
+                # Steps are counted anew, so an old rate would pass for one of this training.
+                self.held_out.forget_rates()
+            with self.directory, StopAtSignals(self):
+                found = self.directory.claim(resume_from_checkpoint)
+                self._reached = 0 if found is None else read_population(found)["step"]
+                if found is not None:
+                    checkpoint.check_steps_left(found, self._reached, self.args.max_steps)
+                return super().train(resume_from_checkpoint=found, **kwargs)
+        finally:
+            self.close()
+
+    def _refuse_optimizer_that_deepspeed_drops(self) -> None:
         if self.is_deepspeed_enabled and self.model_wrapped is not self.model:
             raise RuntimeError(
                 "Under DeepSpeed a trainer trains once, because its engine ends with the training: make another "
@@ -436,20 +454,6 @@ class PopuLoRATrainer(HubTrainer):
                 f"`trainer.optimizer` is set ({type(self.optimizer).__name__}). Under DeepSpeed transformers drops it "
                 "and makes one of its own. Leave it at None and choose `optim`, or train under DDP."
             )
-        self._open()
-        self._best_step = None
-        self._forget_unfinished_step()
-        if self.held_out is not None and self.state.global_step:
-            self.held_out.forget_rates()  # steps are counted anew, so an old rate would pass for one of this training
-        try:
-            with self.directory, StopAtSignals(self):
-                found = self.directory.claim(resume_from_checkpoint)
-                self._reached = 0 if found is None else read_population(found)["step"]
-                if found is not None:
-                    checkpoint.check_steps_left(found, self._reached, self.args.max_steps)
-                return super().train(resume_from_checkpoint=found, **kwargs)
-        finally:
-            self.close()
 
     def set_initial_training_values(self, args, dataloader):
         epochs, *others, last_step = super().set_initial_training_values(args, dataloader)

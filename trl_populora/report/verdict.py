@@ -61,7 +61,8 @@ class Verdict:
 def judge(run: Run) -> Verdict:
     """Says whether a run has gone well so far."""
     if len(run.history) < FEWEST_STEPS:
-        return Verdict("cannot be told", f"{len(run.history)} steps are logged, and the verdict needs {FEWEST_STEPS}.")
+        told = f"{len(run.history)} of the {FEWEST_STEPS} steps that a verdict needs are logged."
+        return Verdict("cannot be told", told)
     if fault := _find_fault(run, FAULTS):
         return Verdict("broken", fault)
     gain, margin, why, remark = _measure_gain(run) if run.game else _compare_rewards(run)
