@@ -6,7 +6,9 @@ import subprocess
 import sys
 
 import pytest
+from matplotlib.figure import Figure
 
+from trl_populora.report import plots
 from trl_populora.report.load import Run, load_run
 from trl_populora.report.verdict import FEWEST_STEPS, judge
 
@@ -102,6 +104,24 @@ def test_a_gain_with_fewer_worked_answers_is_no_longer_reasoning():
     run = game(0.1, solve_rate_plain=0.2, solve_rate_thinking=0.6, thinking_rate=0.05)
     assert judge(run).word == "learning"
     assert judge(run).remark == ""
+
+
+def test_the_longest_verdict_fits_into_the_picture(tmp_path, monkeypatch):
+    """The widest line of the title ends within the picture."""
+    drawn = []
+
+    def keep(path, size, paint, *arguments, **options):
+        figure = Figure(figsize=size, layout="constrained")
+        paint(figure, *arguments)
+        figure.draw_without_rendering()
+        drawn.append((figure._suptitle.get_window_extent(), figure.bbox))
+        return path
+
+    monkeypatch.setattr(plots, "save_picture", keep)
+    monkeypatch.setattr(plots, "load_run", lambda run: game(0.32, solve_rate_plain=0.3, thinking_rate=0.9))
+    plots.plot_run(tmp_path)
+    ((title, picture),) = drawn
+    assert 0 < title.x0 < title.x1 < picture.width
 
 
 def test_evaluations_without_intervals_say_nothing():

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from trl_populora.report.charts import (
@@ -386,7 +387,7 @@ def plot_run(run: str | Path, path: str | Path | None = None) -> Path:
 
     def paint(figure: Figure) -> None:
         title = records.name + (f": dotted lines mark {records.marked}" if records.births else "")
-        figure.suptitle(f"{title}\n{judge(records)}")
+        figure.suptitle(f"{title}\n{fill(str(judge(records)), 100)}")  # of 100 characters a line fits
         parts: Any = figure.subfigures(rows, 2)
         for part, plot in zip(parts.flat, shown, strict=False):
             part.suptitle(plot.title)
