@@ -114,12 +114,12 @@ def find_members(root: Path, wanted: list[str] | None) -> dict[str, Path]:
 
 
 def group_by_role(saved: dict[str, Any], members: list[str]) -> dict[str, list[str]]:
-    """All members under "mean", and where both roles are among them those of each role."""
+    """The members of each role, by its plural."""
     groups: dict[str, list[str]] = {}
     for each in saved["members"]:
         if each["name"] in members:
             groups.setdefault(f"{each['role']}s", []).append(each["name"])
-    return {"mean": members} | (groups if len(groups) > 1 else {})
+    return groups
 
 
 def find_adapter(source: str) -> Path:
@@ -302,7 +302,7 @@ def tell_weakest(title: str, figures: Figures, members: list[str]) -> str:
     return f"{title}, weakest of {len(members)}: {weakest}, " + ", ".join([score[1], *(f"{b} {a}" for a, b in above)])
 
 
-def write_tables(out: Path, found: dict[str, Any], told: dict[str, Figures], means: dict[str, list[str]]) -> str:
+def write_tables(out: Path, found: dict[str, Any], told: dict[str, Figures], roles: dict[str, list[str]]) -> str:
     """Writes what is told so far into `evaluation.md`, which is returned, and into `evaluation.json`."""
     averages = average_fields(told)
     columns = list(next(iter(told.values()))[""])
@@ -317,8 +317,9 @@ def write_tables(out: Path, found: dict[str, Any], told: dict[str, Figures], mea
     write_json(out / "evaluation.json", found)
     lines = [f"| {row} |" for row in rows]
     for title, figures in list(averages.items())[-1:]:  # the widest
-        for role in list(means)[1:] or means:
-            lines += ["", f"{role}: {tell_weakest(title, figures, means[role])}."]
+        for role, members in roles.items():
+            if len(members) > 1:
+                lines += ["", f"{role}: {tell_weakest(title, figures, members)}."]
     (out / "evaluation.md").write_text(page := "\n".join(lines) + "\n")
     return page
 
@@ -343,7 +344,8 @@ def main(arguments: list[str] | None = None) -> None:
     members, settings = list(adapters), saved.get("settings", {})
     compared = {Path(source).resolve().name: find_adapter(source) for source in given.compare}
     contenders = [*members, "base", *compared]
-    means = group_by_role(saved, members)
+    roles = group_by_role(saved, members)
+    means = {"mean": members} | (roles if len(roles) > 1 else {})
     if len({*contenders, *means}) < len(members) + len(given.compare) + 1 + len(means):
         raise ValueError(f"Two columns have one name ({', '.join([*contenders, *means])}): rename what is compared.")
     out = Path(given.out or (given.run if Path(given.run).is_dir() else Path(given.run).name))
@@ -377,7 +379,7 @@ def main(arguments: list[str] | None = None) -> None:
             found["benchmarks"][name] = about
             found["questions"][name] = len(answers["base"])
             told[name] = measure(answers, means)
-            page = write_tables(out, found, told, means)
+            page = write_tables(out, found, told, roles)
     print(page)
     if failed:
         raise SystemExit("These could not be done:\n" + "\n".join(failed))

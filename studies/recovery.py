@@ -2,7 +2,7 @@
 How many updates does a child need until it is paid what its parent is? (R4 of docs/paper.md)
 
     python studies/as_printed.py --variants default      # the parents: five runs of 60 steps on the embedded base
-    python studies/recovery.py                           # then 24 steps a seed, some 12 minutes of one core
+    python studies/recovery.py                           # then 23 steps a seed, some 12 minutes of one core
     python studies/recovery.py --seeds 0 --output runs/one
 
 From the population that a run has left come, for each role, the best and the second best member by rating. A new run
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, median
@@ -53,9 +54,10 @@ GAME = {
     "evolve_every": 0,
     "eval_strategy": "no",
     "eval_on_start": "false",
-    "max_steps": UPDATES + NEWBORN + 1,
+    "max_steps": UPDATES + NEWBORN,
 }
-Rewards = dict[str, dict[str, list[float]]]  # by role and entrant, the mean reward of each play
+# By role and entrant, the mean reward of each play; None if a student had no fresh task in it.
+Rewards = dict[str, dict[str, list[float | None]]]
 
 
 def fill(trainer: PopuLoRATrainer, parents: Path, seed: int) -> None:
@@ -85,29 +87,38 @@ def play(run: Path, parents: Path, seed: int, options: Sequence[str]) -> Rewards
         given = [word for name, value in GAME.items() for word in (f"--{name}", str(value))]
         trainer = build_trainer(*parse(run, DEFAULT, seed, [*given, *options]))
         fill(trainer, parents, seed)
-        trainer.train()
+        trainer.train(resume_from_checkpoint="newest")
         trainer.save_state()
     paid: dict[str, dict[int, list[float]]] = {}
     for path in run.glob("rollouts/step_*.parquet"):
         for row in pq.read_table(path, columns=["step", "member", "archived", "reward"]).to_pylist():
             if not row["archived"]:
                 paid.setdefault(row["member"], {}).setdefault(row["step"], []).append(row["reward"])
+    steps = sorted({step for of_member in paid.values() for step in of_member})
     return {
         role: {
-            entrant: [fmean(rewards) for _, rewards in sorted(paid[f"{role}_{place}"].items())]
+            entrant: [fmean(known) if (known := paid[f"{role}_{place}"].get(step)) else None for step in steps]
             for place, entrant in enumerate(ENTRANTS)
         }
         for role in ROLES
     }
 
 
-def behind(rewards: dict[str, list[float]], entrant: str) -> list[float]:
-    """After each number of updates, from 0 on: mean reward over `NEWBORN` plays, less the parent's over the same."""
-    apart = [own - parent for own, parent in zip(rewards[entrant], rewards[PARENT], strict=True)]
-    return [fmean(apart[start : start + NEWBORN]) for start in range(len(apart) - NEWBORN + 1)]
+def behind(rewards: dict[str, list[float | None]], entrant: str) -> list[float]:
+    """
+    After each number of updates, from 0 on: mean reward over `NEWBORN` plays, less the parent's over the same. Plays
+    count in which both had a reward; NaN if there are none.
+    """
+    pairs = list(zip(rewards[entrant], rewards[PARENT], strict=True))
+    gaps = []
+    for start in range(len(pairs) - NEWBORN + 1):
+        window = pairs[start : start + NEWBORN]
+        known = [own - parent for own, parent in window if own is not None and parent is not None]
+        gaps.append(fmean(known) if known else math.nan)
+    return gaps
 
 
-def count_updates(rewards: dict[str, list[float]], entrant: str) -> int | None:
+def count_updates(rewards: dict[str, list[float | None]], entrant: str) -> int | None:
     """The updates after which an entrant is back; None if it is not within `UPDATES`."""
     return next((n for n, gap in enumerate(behind(rewards, entrant)[: UPDATES + 1]) if gap >= -TOLERANCE), None)
 

@@ -50,13 +50,16 @@ def test_right_attempts_are_counted_by_student_and_kind():
     assert math.isnan(unseen)
 
 
-# By student, the constants and the expressions of its answers: student_0 writes one form, student_1 four.
-ALIKE = [f"x + {number}" for number in range(FEWEST + 3)]
+# The newest answers of student_0 have one form, those of student_1 four.
+ALIKE = ["x * x", "x // 3", "{x}", *(f"x + {number}" for number in range(FEWEST))]
 OTHERS = [["x * 2", "x - 1", "[x]", "x + 1"][place % 4] for place in range(FEWEST)]
 
 
 def write_answers(root: Path, answers: dict[str, list[str]]) -> Run:
-    """Writes code_f answers as the rollouts of step 5, and one row for each that does not count."""
+    """
+    Writes code_f answers as the rollouts of step 5, with four rows that do not count. Steps 4 and 6 have a right
+    answer of each student; step 6 is not logged yet.
+    """
     (root / "rollouts").mkdir()
     rows = [
         {"member": student, "completion": f"```python\ndef f(x):\n    return {answer}\n```"}
@@ -68,7 +71,8 @@ def write_answers(root: Path, answers: dict[str, list[str]]) -> Run:
     stranger |= {"role": "student", "kind": "code_f", "correct": True, "step": 5}
     others = [{"correct": False}, {"kind": "code_o"}, {"role": "teacher"}, {"completion": "no block"}]
     right += [stranger | other for other in others]
-    for number, rows in {4: [stranger | {"step": 4}], 5: right}.items():
+    around = {step: [stranger | {"step": step, "member": student} for student in answers] for step in (4, 6)}
+    for number, rows in (around | {5: right}).items():
         pq.write_table(pa.Table.from_pylist(rows), root / "rollouts" / f"step_{number:05}.parquet")
     history = [
         {"step": step, "propose/code_f/valid_rate": 1.0} | {f"member/{s}/mu": 1.0 for s in answers} for step in (4, 5)

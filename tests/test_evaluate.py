@@ -212,7 +212,7 @@ def test_averages_count_each_benchmark_alike_and_name_the_weakest_of_each_role(t
         answers["student_0"][0] = 1.0  # half of HumanEval+, an eighth of MBPP+, a quarter of GSM8K
         told[name] = evaluate.measure(answers, means)
     found: dict = {key: {} for key in ("questions", "scores", "margins", "over")}
-    page = evaluate.write_tables(tmp_path, found, told, means)
+    page = evaluate.write_tables(tmp_path, found, told, {role: means[role] for role in ("teachers", "students")})
     averages = found["averages"]
     assert list(averages) == ["code, 2 of 3", "all, 3 of 10"]
     assert averages["code, 2 of 3"][""]["student_0"][0] == pytest.approx((50 + 12.5) / 2)

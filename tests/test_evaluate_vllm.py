@@ -101,11 +101,9 @@ def test_every_contender_has_scores_with_intervals_and_differences_paired_by_que
     assert any(0 < score < 100 for score in found["scores"]["mbpp_plus"].values()), "right and wrong programs"
     rows = (root / "run" / "evaluation.md").read_text().splitlines()
     titles = ("GSM8K", "MBPP+", "all, 2 of 10")
-    assert [row.split(" | ")[0] for row in rows[2:-4]] == [
+    assert [row.split(" | ")[0] for row in rows[2:]] == [
         f"| {name}" for title in titles for name in (title, "above base", "above single")
     ]
-    for row, role, member in zip(rows[-3::2], ("teachers", "students"), MEMBERS, strict=True):
-        assert row.startswith(f"{role}: all, 2 of 10, weakest of 1: {member}, ")
 
 
 def test_contenders_answer_as_transformers_does_with_their_adapters(root):

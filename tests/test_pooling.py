@@ -252,10 +252,10 @@ class TestRefused:
         with pytest.raises(ValueError, match=message):
             PopuLoRAConfig("run", **({"pool_every": 4} | settings)).for_prompts()
 
-    @pytest.mark.parametrize(("accumulated", "every"), [(2, 2), (4, 1), (8, 1)])
-    def test_a_step_may_take_the_rows_of_several_generations(self, accumulated, every):
-        """A generation has two micro-batches and is used twice. A step takes 2, 4 or 8 of them, of each member."""
-        sizes = {"steps_per_generation": 2, "gradient_accumulation_steps": accumulated, "num_iterations": 2}
+    @pytest.mark.parametrize(("accumulated", "iterations", "every"), [(2, 2, 2), (4, 2, 1), (8, 2, 1), (4, 3, 3)])
+    def test_members_are_pooled_where_a_step_and_a_generation_end_together(self, accumulated, iterations, every):
+        """A generation has two micro-batches and is used twice or three times. A step takes 2, 4 or 8."""
+        sizes = {"steps_per_generation": 2, "gradient_accumulation_steps": accumulated, "num_iterations": iterations}
         args = PopuLoRAConfig("run", students=2, pool_every=every, **sizes).for_prompts()
         assert args.optimizer_steps_per_generation == every
 

@@ -108,12 +108,13 @@ def test_a_gain_with_fewer_worked_answers_is_no_longer_reasoning():
 
 def test_the_longest_verdict_fits_into_the_picture(tmp_path, monkeypatch):
     """The widest line of the title ends within the picture."""
-    drawn = []
+    drawn, said = [], []
 
     def keep(path, size, paint, *arguments, **options):
         figure = Figure(figsize=size, layout="constrained")
         paint(figure, *arguments)
         figure.draw_without_rendering()
+        said.append(figure.get_suptitle())
         drawn.append((figure._suptitle.get_window_extent(), figure.bbox))
         return path
 
@@ -122,6 +123,24 @@ def test_the_longest_verdict_fits_into_the_picture(tmp_path, monkeypatch):
     plots.plot_run(tmp_path)
     ((title, picture),) = drawn
     assert 0 < title.x0 < title.x1 < picture.width
+    assert said[0].count("\n") > 2
+    assert "Learning: The students solve" in said[0]
+
+
+def test_rewards_that_nobody_or_few_steps_have_say_nothing():
+    run = prompts(0.2, 0.9)
+    for entry in run.history:
+        entry["reward"] = None
+    assert judge(run).word == "cannot be told"
+    for place in (0, STEPS - 1):
+        run.history[place]["reward"] = float(place)
+    assert judge(run).word == "cannot be told"
+
+
+def test_equal_rewards_in_groups_break_no_run_that_compares_with_all_attempts_of_a_student():
+    run = game(0.0, {"frac_reward_zero_std": 1.0})
+    run.population["settings"] = {"student_baseline": "member"}
+    assert judge(run).word == "flat"
 
 
 def test_evaluations_without_intervals_say_nothing():

@@ -661,8 +661,9 @@ class PopuLoRAConfig(GRPOConfig):
 
     @property
     def optimizer_steps_per_generation(self) -> int:
-        """Optimizer steps from one generation of rows to the next; 1 if a step takes the rows of several."""
-        return max(1, self.steps_per_generation * self.num_iterations // self.gradient_accumulation_steps)
+        """Optimizer steps after which a generation of rows and an optimizer step end together."""
+        micro_batches = self.steps_per_generation * self.num_iterations
+        return micro_batches // math.gcd(micro_batches, self.gradient_accumulation_steps)
 
     def to_dict(self):
         # Trackers get this. transformers hides settings that are tokens, but no token inside a setting that is a dict.

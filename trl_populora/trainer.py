@@ -427,7 +427,7 @@ class PopuLoRATrainer(HubTrainer):
             `RuntimeError`: If this trainer has trained before, under DeepSpeed.
         """
         try:
-            self._refuse_optimizer_that_deepspeed_drops()
+            self._check_deepspeed()
             self._open()
             self._best_step = None
             self._forget_unfinished_step()
@@ -443,7 +443,8 @@ class PopuLoRATrainer(HubTrainer):
         finally:
             self.close()
 
-    def _refuse_optimizer_that_deepspeed_drops(self) -> None:
+    def _check_deepspeed(self) -> None:
+        """Refuses a second training, and an optimizer of the caller's, under DeepSpeed."""
         if self.is_deepspeed_enabled and self.model_wrapped is not self.model:
             raise RuntimeError(
                 "Under DeepSpeed a trainer trains once, because its engine ends with the training: make another "

@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from trl_populora.lora.members import read_member
 from trl_populora.population.factors import compare
-from trl_populora.run.read import read_lines
+from trl_populora.run.read import read_lines, read_population
 
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -25,13 +27,18 @@ SMALL += ["--max_completion_length", "48"]
 
 
 def test_a_child_is_back_after_the_first_update_from_which_it_is_paid_what_its_parent_is():
-    plays = UPDATES + NEWBORN + 1
+    plays = UPDATES + NEWBORN
     late = [0.0] * 7 + [1.0] * (plays - 7)
     rewards = {PARENT: [1.0] * plays, "clone": [0.96] * plays, FRESH: [0.5] * plays, "dare": late}
     assert recovery.count_updates(rewards, "clone") == 0, "within the tolerance"
     assert recovery.count_updates(rewards, FRESH) is None
     assert recovery.count_updates(rewards, "dare") == 7
     assert recovery.behind(rewards, "dare")[4:8] == pytest.approx([-1, -2 / 3, -1 / 3, 0])
+
+
+def test_plays_without_a_fresh_task_are_left_out():
+    rewards = {PARENT: [1.0, None, 1.0, 1.0, 1.0], "dare": [0.0, 0.0, None, 1.0, 1.0]}
+    assert recovery.behind(rewards, "dare") == [-1, 0, 0]
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +73,12 @@ def test_members_are_the_best_parent_a_fresh_adapter_and_a_child_of_each_operato
         assert away["clone"] == pytest.approx(1)
         assert all(not value.any() for key, value in members[FRESH].items() if "lora_B" in key)
         assert all(away[name] < 0.9999 for name in ENTRANTS[2:] if name != "clone")
+        saved = [each for each in read_population(parents / "seed_0")["members"] if each["role"] == role]
+        second, best = sorted(saved, key=lambda each: each["mu"])
+        files = [parents / "seed_0" / each["adapter"] / "adapter_model.safetensors" for each in (best, second)]
+        better, worse = map(load_file, files)
+        assert all(torch.equal(members[PARENT][key], value) for key, value in better.items())
+        assert compare(members["average"], worse)["cosine"] > compare(better, worse)["cosine"]
     trainer.close()
 
 

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from trl_populora.report.charts import COLORS, mean
 from trl_populora.report.load import Run, read_completions
 from trl_populora.tasks.archive import hash_form
+from trl_populora.tasks.kind import KindSettings
 from trl_populora.tasks.python.kinds import CodeF
 from trl_populora.tasks.python.programs import ProgramError
 from trl_populora.tasks.python.reading import FormatError
@@ -75,16 +76,19 @@ def compare_members(run: Run, role: str) -> Matrix:
     names, found = run.members(role), []
     if run.root is None or len(names) < 2 or not set(names) <= adapters.keys():
         return []
-    # Here, because a report without saved members needs no torch.
-    from safetensors.torch import load_file
-
-    from trl_populora.population.factors import compare
-
     try:
+        from safetensors.torch import load_file
+
+        from trl_populora.population.factors import compare
+
         found = [load_file(run.root / adapters[name] / "adapter_model.safetensors") for name in names]
-    except (OSError, SafetensorError):  # a run in progress may be writing them
+    except (ImportError, OSError, SafetensorError):  # torch is not installed, or a run in progress writes the files
         return []
-    return [[compare(one, other)["cosine"] for other in found] for one in found]
+    cosines = [[1.0] * len(found) for _ in found]
+    for row, one in enumerate(found):
+        for column in range(row + 1):
+            cosines[row][column] = cosines[column][row] = compare(one, found[column])["cosine"]
+    return cosines
 
 
 def count_right(attempts: Sequence[Mapping[str, Any]], students: Sequence[str], kinds: Sequence[str]) -> Matrix:
@@ -108,7 +112,8 @@ def count_forms(run: Run, since: int) -> tuple[dict[str, int], int]:
         fewer than `FEWEST`.
     """
     kind = CodeF()
-    kind.reading = "strict" if run.population.get("prompt_style") == "compact" else "tolerant"
+    given, style = run.population.get("settings", {}).get("reading"), run.population.get("prompt_style")
+    kind.configure(KindSettings(reading=given, prompt_style=style))
     found: dict[str, list[int]] = {student: [] for student in run.members("student")}
     for row in read_completions(run, since) if CodeF.name in run.kinds else ():
         if row["role"] == "student" and row["kind"] == CodeF.name and row["correct"]:

@@ -8,6 +8,7 @@ population.json            --> settings and members
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -306,10 +307,17 @@ def _read_rollouts(root: Path, columns: Sequence[str], last: int = 0) -> list[di
     Returns:
         A dictionary per row, with its file and its number in that file as `file` and `row`.
     """
+    return _read_files(sorted(root.glob("rollouts/step_*.parquet"), key=_order_file)[-last:], columns)
+
+
+def _order_file(path: Path) -> list[int]:
+    """Orders files of rollouts by the numbers in their names, step and rank. As texts, 100000 is before 99999."""
+    return [int(number) for number in re.findall(r"\d+", path.name)]
+
+
+def _read_files(paths: Sequence[Path], columns: Sequence[str]) -> list[dict[str, Any]]:
     import pyarrow.parquet as pq
 
-    # Sorted by number, not by name: names have five digits, but that of step 100000 has six.
-    paths = sorted(root.glob("rollouts/step_*.parquet"), key=lambda path: (len(path.name), path.name))[-last:]
     # Files of early versions lack some of the columns.
     present = {path: [name for name in columns if name in pq.read_schema(path).names] for path in paths}
     return [
@@ -327,9 +335,10 @@ Answers = list[dict[str, Any]]  # the members' answers to one prompt of a datase
 
 def read_completions(run: Run, since: int) -> list[dict[str, Any]]:
     """Reads role, member, kind, `correct` and completion of all rows of the steps after `since`, oldest first."""
-    files = len({row["file"] for row in run.rows if row["step"] > since})
-    columns = ["role", "member", "kind", "correct", "completion"]
-    return _read_rollouts(run.root, columns, files) if run.root and files else []
+    if run.root is None:
+        return []
+    wanted = {run.root / row["file"] for row in run.rows if row["step"] > since}
+    return _read_files(sorted(wanted, key=_order_file), ["role", "member", "kind", "correct", "completion"])
 
 
 def load_answers(run: str | Path, number: int = 8) -> list[Answers]:

@@ -5,11 +5,12 @@
     narrowing       the game goes round in circles: programs of a new form, or the features in use, have become few
     learning        members are clearly better than at the start
     broken          almost all rewards are equal, so there is nothing to learn from
-    cannot be told  too few steps, or no two evaluations on held-out tasks
+    cannot be told  there are no two evaluations on held-out tasks
     flat            members are neither better nor worse
 
-The words are looked for in this order. In the game "better" is about held-out tasks, by a 95 % interval. In a dataset
-run it is about the reward in training, by the test of the table "What changed". The thresholds are ours.
+With fewer than ten logged steps nothing can be told. Otherwise the words are looked for in this order. In the game
+"better" is about held-out tasks, by a 95 % interval. In a dataset run it is about the reward in training, by the test
+of the table "What changed". The thresholds are ours.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ FAULTS = (
     ("solve/well_formed", 0.25, 1.0, "of the answers could be read"),
     ("completions/clipped_ratio", 0.0, 0.5, "of the completions were cut at `max_completion_length`"),
 )
-DEAD = ((FLAT, 0.0, 0.95, "of the groups of attempts had equal rewards, from which nobody learns"),)
+DEAD = ((FLAT, 0.0, 0.95, "of the groups of attempts had equal rewards, from which students learn nothing"),)
 # Metric, what it counts, and how it is written. A run narrows if it falls below NARROWED times its value at the start.
 NARROW: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("propose/novel_rate", "of the programs had a new form", format_percent),
@@ -72,7 +73,10 @@ def judge(run: Run) -> Verdict:
         return Verdict("narrowing", narrow)
     if gain > margin:
         return Verdict("learning", why, remark)
-    if fault := _find_fault(run, DEAD):  # after "learning", because a run that has learned everything ends so, too
+    # After "learning", because a run that has learned everything ends so, too. Where an attempt is compared with all
+    # attempts of its student, equal rewards in a group still teach.
+    compares_groups = run.population.get("settings", {}).get("student_baseline", "group") == "group"
+    if compares_groups and (fault := _find_fault(run, DEAD)):
         return Verdict("broken", fault)
     return Verdict("cannot be told" if math.isnan(gain) else "flat", why)
 
@@ -102,11 +106,10 @@ def _tell(words: str, before: float | None, after: float, write: Callable[[float
 
 def _compare_rewards(run: Run) -> tuple[float, float, str, str]:
     """Compares the reward at the start and at the end of a dataset run's training. Returns as `_measure_gain` does."""
-    change = next(each for each in compare_fifths(run) if each.name == "reward")
-    difference = change.difference
-    if difference is None:
-        return math.nan, math.nan, "No completion had a reward.", ""
-    return difference, 0.0 if change.clear else math.inf, f"The {change.told} in training.", ""
+    change = next((each for each in compare_fifths(run) if each.name == "reward"), None)
+    if change is None or change.difference is None or change.clear is None:
+        return math.nan, math.nan, "Too few steps have a reward.", ""
+    return change.difference, 0.0 if change.clear else math.inf, f"The {change.told} in training.", ""
 
 
 def _measure_gain(run: Run) -> tuple[float, float, str, str]:
@@ -126,7 +129,7 @@ def _measure_gain(run: Run) -> tuple[float, float, str, str]:
     # Both evaluations attempt the same tasks, so their errors go together, and the interval is wider than it need be.
     margin = math.hypot(*(entry.get(f"{table}solve_rate_margin") or math.inf for entry in (first, last)))
     if math.isinf(margin):
-        return math.nan, math.nan, "The held-out tasks are too few, or were evaluated by an earlier version.", ""
+        return math.nan, math.nan, "An earlier version evaluated the held-out tasks, without intervals.", ""
     gain = rates[1] - rates[0]
     where = f"held-out tasks{f' ({name})' if (name := name_table(table)) else ''}"
     why = (
