@@ -105,8 +105,8 @@ def read_blocks(text: str, names: Sequence[str]) -> list[str]:
 # * A fence may be indented, and may have more than three backticks, or tildes. Its name may be in upper case, and
 #   attributes may follow.
 # * A line that begins with the fence of the open block ends this block. The rest of the line is prose: a base that
-#   does not stop often writes on right behind the fence. In a block of values, the closing fence may also stand behind
-#   a value.
+#   does not stop often writes on right behind the fence. In a block of values, the closing fence may also follow a
+#   value on its line.
 # * A fence with one of the names below ends the open block, too, and begins the next one. A block that is not closed
 #   ends with the text.
 # * After a line with both prose and a fence, the next fence may open a block or close one. If this next fence has no
