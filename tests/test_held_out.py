@@ -16,7 +16,7 @@ from tests import held_out_worker
 from tests.games import Ranks
 from tests.populora_run import EVALUATED, HELD_OUT, Letters, assert_equal, cut_run, make_trainer, state_of
 from tests.vllm_models import ENGINE_ENVIRONMENT
-from trl_populora.evaluate.held_out import HeldOut, Tried, attempt, scores
+from trl_populora.evaluate.held_out import HeldOut, Tried, attempt, rate_at_effort, scores, share_efforts
 from trl_populora.lora.members import read_member
 from trl_populora.population.members import Population
 from trl_populora.report.load import load_evaluations, load_history
@@ -35,7 +35,7 @@ class TestScores:
     def test_truth_table(self):
         """Two students, two tasks of two kinds, two attempts each."""
         tasks = [Task("code_o", "p", ("(1,)",), ("1",)), Task("code_i", "q", ("(1,)",), ("1",))]
-        yes, no, worked = Tried(True, False), Tried(False, False), Tried(True, True)
+        yes, no, worked = Tried(True, False, 3), Tried(False, False, 3), Tried(True, True, 9)
         found = scores({"a": [[yes, worked], [no, no]], "b": [[no, worked], [worked, worked]]}, tasks)
         assert found == {
             "a/solve_rate": 0.5,
@@ -47,8 +47,7 @@ class TestScores:
             "solve_rate_worst": 0.5,
             # By task .75 and .5, with two more of 0 and two of 1: Student's t of six values.
             "solve_rate_margin": pytest.approx(2.570582 * stdev([0.75, 0.5, 0, 0, 1, 1]) / 6**0.5, rel=1e-6),
-            "solve_rate_thinking": 1.0,
-            "solve_rate_plain": 0.25,
+            "mean_length": 6.0,
             "thinking_rate": 0.5,
             "code_o/solve_rate": 0.75,
             "code_i/solve_rate": 0.5,
@@ -72,6 +71,33 @@ class TestScores:
             "student_1",
             "rating among those with the highest held-out solve rate",
         )
+
+
+def answers(number: int, right: int, thinking: bool, length: int) -> list[Tried]:
+    return [Tried(place < right, thinking, length) for place in range(number)]
+
+
+class TestEffort:
+    """Answers of like effort think likewise and have like lengths: 4 to 7 tokens, 8 to 15, 16 to 31, ..."""
+
+    BASE = share_efforts([*answers(90, 27, False, 5), *answers(10, 8, True, 100)])
+
+    def test_shares(self):
+        assert self.BASE == {"plain 3": 0.9, "thinks 7": 0.1}
+
+    def test_equal_rates_at_each_effort_are_no_gain_however_often_they_think(self):
+        later = [*answers(20, 6, False, 7), *answers(80, 64, True, 127)]
+        assert rate_at_effort(later, self.BASE) == pytest.approx(0.9 * 0.3 + 0.1 * 0.8)
+
+    def test_longer_answers_count_only_if_there_are_none_as_long(self):
+        longer = answers(50, 50, True, 200)
+        plain, alike = answers(20, 6, False, 7), answers(10, 5, True, 64)
+        assert rate_at_effort([*plain, *longer, *alike], self.BASE) == pytest.approx(0.9 * 0.3 + 0.1 * 0.5)
+        assert rate_at_effort([*plain, *longer, *alike[1:]], self.BASE) == pytest.approx(0.9 * 0.3 + 0.1)
+
+    def test_nothing_is_said_if_too_few_think_as_the_base_does(self):
+        assert rate_at_effort([*answers(9, 9, False, 5), *answers(90, 9, True, 100)], self.BASE) is None
+        assert rate_at_effort(answers(100, 50, False, 5), self.BASE) is None
 
 
 def by_hash(task: str, *sample) -> bool:
@@ -106,7 +132,7 @@ class TestRanks:
     def test_every_answer_is_graded_for_its_own_task(self, referee, world, batch):
         tasks = [*self.TASKS, self.TASKS[0]]
         told, parts = attempts_of(world, lambda *sample: True, referee, ["student_0"], tasks, 3, batch, 0)
-        assert told == [{"student_0": [[Tried(True, False)] * 3] * 14}] * world
+        assert told == [{"student_0": [[Tried(True, False, 1)] * 3] * 14}] * world
         assert all(len(set(sizes)) == 1 for sizes in parts), "equal parts on all ranks"
         assert max(max(sizes) for sizes in parts) <= (batch or 42)
 
@@ -356,20 +382,25 @@ class TestBadInput:
 
 def test_state_survives_and_is_plain():
     tasks = [Task(**{key: tuple(v) if isinstance(v, list) else v for key, v in row.items()}) for row in HELD_OUT]
-    held_out = HeldOut({"": tasks}, 2, 8, 0, {"": {"base/solve_rate": 0.5}}, {"student_0@0": 0.25})
+    held_out = HeldOut(
+        {"": tasks}, 2, 8, 0, {"": {"base/solve_rate": 0.5}}, {"": {"plain 3": 1.0}}, {"student_0@0": 0.25}
+    )
     other = HeldOut({"": tasks}, 2, 8, 0)
     other.load_state_dict(json.loads(json.dumps(held_out.state_dict())))
-    assert (other.base, other.rates, other.base_rate) == (held_out.base, held_out.rates, 0.5)
+    assert (other.base, other.efforts, other.rates) == (held_out.base, held_out.efforts, held_out.rates)
+    assert other.base_rate == 0.5
 
 
 def test_scores_on_other_tasks_are_not_taken_for_those_of_the_base(caplog):
     """A run may be resumed with another `eval_dataset`."""
     tasks = [Task(**{key: tuple(v) if isinstance(v, list) else v for key, v in row.items()}) for row in HELD_OUT]
     known = {"": {"base/solve_rate": 0.5}, "hard": {"base/solve_rate": 0.1}}
-    state = HeldOut({"": tasks, "hard": tasks[:1]}, 2, 8, 0, known, {"student_0@0": 0.25}).state_dict()
+    shares = {"": {"plain 3": 1.0}, "hard": {"plain 4": 1.0}}
+    state = HeldOut({"": tasks, "hard": tasks[:1]}, 2, 8, 0, known, shares, {"student_0@0": 0.25}).state_dict()
     changed, older = (HeldOut({"": tasks[1:], "hard": tasks[:1]}, 2, 8, 0) for _ in range(2))
     changed.load_state_dict(state)
     assert (changed.base, changed.rates, changed.base_rate) == ({"hard": known["hard"]}, {}, None)
+    assert changed.efforts == {"hard": {"plain 4": 1.0}}
     (line,) = caplog.messages
     assert "held-out tasks are not those of the checkpoint" in line
     older.load_state_dict({name: state[name] for name in ("base", "rates")})

@@ -80,12 +80,10 @@ class TestMetrics:
         assert glossary.explained(entry) == {*glossary.STEP, *EVOLVED, "cispo_clip_ratio"}
 
     def test_no_other_setting_has_keys_of_its_own(self):
-        # Of worked answers, which a random base does not write: `TestScores` of tests/test_held_out.py.
         tested = {
             *EVOLVED,
             *POOLED,
             *CLIPPED,
-            "eval/solve_rate_thinking",
             "kl",
             "curriculum/{measure}",
             "cispo_clip_ratio",

@@ -16,7 +16,7 @@ from trl_populora.report.verdict import FEWEST_STEPS, judge
 STEPS = 20
 GOOD = {"propose/valid_rate": 0.9, "solve/well_formed": 0.95, "completions/clipped_ratio": 0.01}
 GOOD |= {"frac_reward_zero_std": 0.5, "propose/novel_rate": 0.8, "curriculum/features": 20.0}
-TOLD = {"solve_rate_margin": 0.02, "thinking_rate": 0.1, "solve_rate_thinking": 0.8, "solve_rate_plain": 0.3}
+TOLD = {"solve_rate_margin": 0.02, "thinking_rate": 0.1, "mean_length": 20.0, "solve_rate_equal_effort": 0.4}
 
 
 def game(gain: float | None = 0.0, end: dict | None = None, **last) -> Run:
@@ -24,8 +24,7 @@ def game(gain: float | None = 0.0, end: dict | None = None, **last) -> Run:
     late = GOOD | (end or {})
     history = [{"step": step + 1} | (GOOD if step < STEPS // 2 else late) for step in range(STEPS)]
     first = {"eval/" + name: value for name, value in (TOLD | {"solve_rate_mean": 0.4}).items()}
-    rates = TOLD | {"solve_rate_mean": 0.4 + (gain or 0), "solve_rate_plain": 0.3 + (gain or 0)}
-    rates |= {"solve_rate_thinking": 0.8 + (gain or 0)} | last
+    rates = TOLD | {"solve_rate_mean": 0.4 + (gain or 0), "solve_rate_equal_effort": 0.4 + (gain or 0)} | last
     second = {"eval/" + name: value for name, value in rates.items()}
     evaluations = [{"step": 0} | first] + ([] if gain is None else [{"step": STEPS} | second])
     return Run("run", history, evaluations=evaluations)
@@ -82,33 +81,35 @@ def test_the_word_is_the_first_that_fits(run, word, why):
     assert str(verdict).startswith(f"{word.capitalize()}: ")
 
 
+@pytest.mark.parametrize(("left", "told"), [(-0.04, True), (0.0, True), (0.14, True), (0.16, False), (0.3, False)])
+def test_a_gain_of_which_less_than_half_is_left_at_equal_effort_is_longer_reasoning(left, told):
+    verdict = judge(game(0.3, solve_rate_equal_effort=0.4 + left, thinking_rate=0.9, mean_length=80.0))
+    assert verdict.word == "learning"
+    expected = (
+        "Most of it is longer reasoning: 90 % of the answers are worked out instead of 10 %, an answer has 80 tokens "
+        f"instead of 20, and at the base's effort {100 * left:+.0f} points would be left."
+    )
+    assert verdict.remark == (expected if told else "")
+
+
 @pytest.mark.parametrize(
-    ("plain", "worked", "told"),
+    ("last", "told"),
     [
-        (0.3, 0.8, True),  # as good as before in either way, and nine times as often worked out
-        (0.42, 0.92, True),  # 12 of 40 points are left at an equal share: less than half
-        (0.55, 0.9, False),  # 23.5 of 35 points are left
+        ({"thinking_rate": 0.05, "mean_length": 15.0}, False),
+        ({"thinking_rate": 0.1, "mean_length": 40.0}, True),  # as often, but longer
+        ({"thinking_rate": 0.9, "mean_length": 80.0, "solve_rate_equal_effort": None}, False),
     ],
 )
-def test_a_gain_that_is_gone_at_an_equal_share_of_worked_answers_is_longer_reasoning(plain, worked, told):
-    rate = 0.9 * worked + 0.1 * plain
-    run = game(rate - 0.4, solve_rate_plain=plain, solve_rate_thinking=worked, thinking_rate=0.9)
-    verdict = judge(run)
+def test_only_more_or_longer_reasoning_is_longer_reasoning_and_only_where_it_was_measured(last, told):
+    verdict = judge(game(0.1, **({"solve_rate_equal_effort": 0.4} | last)))
     assert verdict.word == "learning"
-    assert ("90 % of the answers are worked out instead of 10 %" in verdict.remark) == told
-    left = 0.1 * (worked - 0.8) + 0.9 * (plain - 0.3)
-    assert (f"{100 * left:+.0f} points would be left" in verdict.remark) == told
-
-
-def test_a_gain_with_fewer_worked_answers_is_no_longer_reasoning():
-    run = game(0.1, solve_rate_plain=0.2, solve_rate_thinking=0.6, thinking_rate=0.05)
-    assert judge(run).word == "learning"
-    assert judge(run).remark == ""
+    assert bool(verdict.remark) == told
 
 
 def test_the_longest_verdict_fits_into_the_picture(tmp_path, monkeypatch):
     """The widest line of the title ends within the picture."""
     drawn, said = [], []
+    told = game(0.32, solve_rate_equal_effort=0.3, thinking_rate=0.9, mean_length=1234.0)
 
     def keep(path, size, paint, *arguments, **options):
         figure = Figure(figsize=size, layout="constrained")
@@ -119,7 +120,7 @@ def test_the_longest_verdict_fits_into_the_picture(tmp_path, monkeypatch):
         return path
 
     monkeypatch.setattr(plots, "save_picture", keep)
-    monkeypatch.setattr(plots, "load_run", lambda run: game(0.32, solve_rate_plain=0.3, thinking_rate=0.9))
+    monkeypatch.setattr(plots, "load_run", lambda run: told)
     plots.plot_run(tmp_path)
     ((title, picture),) = drawn
     assert 0 < title.x0 < title.x1 < picture.width

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -35,13 +36,21 @@ from trl_populora.tasks.python.reading import has_thinking
 
 logger = logging.getLogger(__name__)
 
+FEWEST_ALIKE = 10  # attempts of like effort of which a solve rate is told
+
 
 @dataclass(frozen=True)
 class Tried:
-    """One attempt: whether it is right, and whether the member thought inside `<think>` first."""
+    """One attempt: whether it is right, whether the member thought first, and the number of tokens of its answer."""
 
     correct: bool
     thinking: bool
+    length: int = 1
+
+    @property
+    def effort(self) -> str:
+        """`thinks` or `plain`, and how many bits the length has: answers of like effort differ twofold in length."""
+        return f"{'thinks' if self.thinking else 'plain'} {self.length.bit_length()}"
 
 
 def attempt(
@@ -98,11 +107,11 @@ def attempt(
             seeds=None if seed is None else [seed + numbers[place] for place in places],
         )
         mine = range(start, min(start + share, len(rows)))
-        texts = [completion.text for completion in completions[: len(mine)]]
-        grades = referee.grade([tasks[rows[place][1]] for place in mine], texts)
+        completions = completions[: len(mine)]
+        grades = referee.grade([tasks[rows[place][1]] for place in mine], [each.text for each in completions])
         found |= {
-            place: Tried(grade.right, has_thinking(text))
-            for place, text, grade in zip(mine, texts, grades, strict=True)
+            place: Tried(grade.right, has_thinking(completion.text), len(completion.completion_ids))
+            for place, completion, grade in zip(mine, completions, grades, strict=True)
         }
     outcomes = {place: outcome for part in player.gather(found) for place, outcome in part.items()}
     tried: dict[str, list[list[Tried]]] = {member: [[] for _ in tasks] for member in members}
@@ -129,8 +138,7 @@ def scores(tried: Mapping[str, Sequence[Sequence[Tried]]], tasks: Sequence[Task]
         `{member}/solve_rate` and `{member}/thinking_rate`. Over the members: `solve_rate_mean`, `solve_rate_best`,
         `solve_rate_worst`, `thinking_rate`, `{kind}/solve_rate`, and `pass_at_{k}`, the share of tasks that a member
         solves in at least one of its k attempts. `solve_rate_margin` is half of the 95 % interval of
-        `solve_rate_mean` over tasks. `solve_rate_thinking` and `solve_rate_plain` are about the attempts that think
-        first and about the others, if there are any.
+        `solve_rate_mean` over tasks. `mean_length` is the mean number of tokens of an answer.
     """
     figures: dict[str, float] = {}
     rates = {member: [fmean(t.correct for t in group) for group in groups] for member, groups in tried.items()}
@@ -143,16 +151,49 @@ def scores(tried: Mapping[str, Sequence[Sequence[Tried]]], tasks: Sequence[Task]
     # Two more tasks of 0 and two of 1, as Agresti and Coull have it, for where all tasks say the same.
     figures["solve_rate_margin"] = measure_mean([*by_task, 0.0, 0.0, 1.0, 1.0])[1]
     figures["thinking_rate"] = fmean(figures[f"{member}/thinking_rate"] for member in tried)
-    every = [t for groups in tried.values() for group in groups for t in group]
-    for name, thinking in (("thinking", True), ("plain", False)):
-        if marks := [t.correct for t in every if t.thinking == thinking]:
-            figures[f"solve_rate_{name}"] = fmean(marks)
+    every = _list_attempts(tried)
+    figures["mean_length"] = fmean(t.length for t in every)
     for kind in dict.fromkeys(task.kind for task in tasks):
         of_kind = [i for i, task in enumerate(tasks) if task.kind == kind]
         figures[f"{kind}/solve_rate"] = fmean(rates[member][i] for member in tried for i in of_kind)
     count = len(next(iter(tried.values()))[0])
     figures[f"pass_at_{count}"] = fmean(any(t.correct for t in group) for groups in tried.values() for group in groups)
     return figures
+
+
+def _list_attempts(tried: Mapping[str, Sequence[Sequence[Tried]]]) -> list[Tried]:
+    return [each for groups in tried.values() for group in groups for each in group]
+
+
+def share_efforts(attempts: Sequence[Tried]) -> dict[str, float]:
+    """Computes which share of some attempts is of each effort."""
+    return {effort: number / len(attempts) for effort, number in Counter(each.effort for each in attempts).items()}
+
+
+def rate_at_effort(attempts: Sequence[Tried], shares: Mapping[str, float]) -> float | None:
+    """
+    Computes the solve rate that some attempts would have if their efforts had other shares.
+
+    Args:
+        attempts: The attempts.
+        shares: What [`share_efforts`] returns for other attempts. For an effort with fewer than `FEWEST_ALIKE` of
+            `attempts`, those of the nearest length stand in that think likewise.
+
+    Returns:
+        The rate; `None` if too few of the attempts think, or too few do not, and `shares` has some that do.
+    """
+    marks: dict[str, list[bool]] = {}
+    for each in attempts:
+        marks.setdefault(each.effort, []).append(each.correct)
+    rates = {tuple(effort.split()): fmean(of) for effort, of in marks.items() if len(of) >= FEWEST_ALIKE}
+    total = 0.0
+    for effort, share in shares.items():
+        way, bits = effort.split()
+        alike = [(abs(int(size) - int(bits)), rate) for (other, size), rate in rates.items() if other == way]
+        if not alike:
+            return None
+        total += share * min(alike)[1]
+    return total
 
 
 @dataclass
@@ -166,6 +207,7 @@ class HeldOut:
         batch: Most rows that a rank generates at once; all its rows when `None`.
         seed: Seed of the samples. It is the same in every evaluation, so two evaluations differ only by the weights.
         base: The base's figures per table, measured once.
+        efforts: Which share of the base's attempts at a table was of each effort.
         rates: The last solve rate on the first table, by `name@version`.
         step: Optimizer steps that the members had done when `rates` were measured.
     """
@@ -175,6 +217,7 @@ class HeldOut:
     batch: int | None
     seed: int
     base: dict[str, dict[str, float]] = field(default_factory=dict)
+    efforts: dict[str, dict[str, float]] = field(default_factory=dict)
     rates: dict[str, float] = field(default_factory=dict)
     step: int | None = None
 
@@ -209,6 +252,8 @@ class HeldOut:
 
         Returns:
             The figures of [`scores`] over the students, the base's as `base/...`, and `{prefix}_runtime` in seconds.
+            `solve_rate_equal_effort` is the students' solve rate if they thought as often as the base, with answers as
+            long as the base's; it is missing where too few of their answers are like the base's.
         """
         start, metrics = time.perf_counter(), dict[str, float]()
         for name in self.tables:
@@ -238,7 +283,8 @@ class HeldOut:
         base = {} if known and not any(student.name in untrained for student in students) else tries_of([BASE_NAME])
         names = [student.name for student in students]
         trained = tries_of([each for each in names if each not in untrained])
-        figures = scores({each: trained.get(each) or base[BASE_NAME] for each in names}, tasks)
+        tried = {each: trained.get(each) or base[BASE_NAME] for each in names}
+        figures = scores(tried, tasks)
         if name == next(iter(self.tables)):
             self.rates = {student.identity: figures[f"{student.name}/solve_rate"] for student in students}
         if not known:
@@ -246,8 +292,13 @@ class HeldOut:
                 key if key.startswith(f"{BASE_NAME}/") else f"{BASE_NAME}/{key}": value
                 for key, value in scores(base, tasks).items()
                 # Figures over all members would repeat the figures of the only member here, the base.
-                if key != "thinking_rate" and not key.startswith("solve_rate_")
+                if key not in ("thinking_rate", "mean_length") and not key.startswith("solve_rate_")
             }
+            self.efforts[name] = share_efforts(_list_attempts(base))
+        # A checkpoint of an earlier version has the base's figures without its efforts.
+        rate = rate_at_effort(_list_attempts(tried), self.efforts[name]) if name in self.efforts else None
+        if rate is not None:
+            figures["solve_rate_equal_effort"] = rate
         return figures | self.base[name]
 
     def forget_rates(self) -> None:
@@ -267,7 +318,7 @@ class HeldOut:
     def state_dict(self) -> dict[str, Any]:
         """Returns plain data, ready for JSON, with a digest of each table in place of the tasks."""
         tasks = {name: _digest(table) for name, table in self.tables.items()}
-        return {"base": self.base, "rates": self.rates, "step": self.step, "tasks": tasks}
+        return {"base": self.base, "efforts": self.efforts, "rates": self.rates, "step": self.step, "tasks": tasks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` returned, for the tables whose tasks are still the same."""
@@ -279,6 +330,7 @@ class HeldOut:
                 "that differs; a `metric_for_best_model` goes on comparing with scores on the former tasks."
             )
         self.base = {name: figures for name, figures in state["base"].items() if name in same}
+        self.efforts = {name: shares for name, shares in state.get("efforts", {}).items() if name in same}
         self.rates = dict(state["rates"]) if next(iter(self.tables)) in same else {}
         self.step = state.get("step")
 

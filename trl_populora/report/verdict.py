@@ -37,7 +37,7 @@ NARROW: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("curriculum/features", "different features were used in recent tasks", "{:.0f}".format),
 )
 NARROWED = 0.6
-MOSTLY = 0.5  # if less than this part of a gain is left at an equal share of worked answers, it is longer reasoning
+MOSTLY = 0.5  # if less than this part of a gain is left at equal effort, it is longer reasoning
 
 
 @dataclass(frozen=True)
@@ -141,20 +141,20 @@ def _measure_gain(run: Run) -> tuple[float, float, str, str]:
 
 def _tell_reasoning(first: dict, last: dict, table: str, gain: float) -> str:
     """
-    Says so if a gain is mostly longer reasoning: with the first evaluation's share of worked answers less than half of
-    it would be left.
+    Says so if a gain is mostly longer reasoning: if less than half of it would be left had the students thought as
+    often as the base, with answers as long as the base's.
     """
-    share = first.get(f"{table}thinking_rate") or 0.0
-    left = 0.0
-    for name, weight in (("thinking", share), ("plain", 1 - share)):
-        before, after = (entry.get(f"{table}solve_rate_{name}") for entry in (first, last))
-        if weight and (before is None or after is None):
-            return ""  # one of the evaluations has no such answers
-        left += weight * ((after or 0.0) - (before or 0.0))
-    now = last.get(f"{table}thinking_rate") or 0.0
-    if gain <= 0 or now <= share or left >= MOSTLY * gain:
+    before, after = (entry.get(f"{table}solve_rate_equal_effort") for entry in (first, last))
+    if before is None or after is None:
+        return ""  # an earlier version, or too few answers are like the base's
+    left = after - before
+    (length, share), (now_length, now_share) = (
+        (entry.get(f"{table}mean_length") or 0.0, entry.get(f"{table}thinking_rate") or 0.0) for entry in (first, last)
+    )
+    if gain <= 0 or left >= MOSTLY * gain or (now_length <= length and now_share <= share):
         return ""
     return (
-        f"Most of it is longer reasoning: {format_percent(now)} of the answers are worked out instead of "
-        f"{format_percent(share)}, and at an equal share {100 * left:+.0f} points would be left."
+        f"Most of it is longer reasoning: {format_percent(now_share)} of the answers are worked out instead of "
+        f"{format_percent(share)}, an answer has {now_length:.0f} tokens instead of {length:.0f}, and at the base's "
+        f"effort {100 * left:+.0f} points would be left."
     )
