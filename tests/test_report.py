@@ -98,6 +98,16 @@ class TestPage:
         population = json.loads((finished / "population.json").read_text())
         assert [name for name in (*population["settings"], *population["lora"]) if name not in text] == []
 
+    def test_tells_what_a_step_was_like_and_the_settings_that_matter(self, finished):
+        run = load_run(finished)
+        run.history[-1] |= {"step_time": 12.4, "completions/mean_length": 48.2, "completions/clipped_ratio": 0.031}
+        run.history[-1] |= {"frac_reward_zero_std": 0.65}
+        run.population["settings"] |= {"learning_rate": 2e-3, "teacher_learning_rate": 1e-3, "beta": 0.04}
+        text = visible_text(build_page(run, [], []))
+        told = "a step: 12 s a completion: 48 tokens, 3 % cut groups with equal rewards: 65 % "
+        told += "learning rate: 0.002, teachers 0.001 beta: 0.04 teachers&#x27; pay: guarded students&#x27; pay: azr"
+        assert told in text
+
     def test_a_birth_tells_the_childs_rating_and_that_of_whom_it_replaced(self, finished):
         text = visible_text(page_of(finished))
         for birth in read_lines(finished / "lineage.jsonl"):

@@ -18,10 +18,13 @@ from trl_populora.files import write_whole
 from trl_populora.report.load import Answers, Run, Sample, load_answers, load_run, load_samples, name_reject
 from trl_populora.report.plots import Plot, draw_plots
 from trl_populora.report.table import (
+    FLAT,
     Change,
     compare_evaluations,
     compare_fifths,
+    find_mean,
     format_duration,
+    format_percent,
     format_value,
     list_members,
     take_fifths,
@@ -190,6 +193,8 @@ def _write_facts(run: Run) -> str:
         "steps": done + state,
         "base model": population.get("base_model", "-"),
         **(_list_game_facts(run) if run.game else _list_prompt_facts(run)),
+        **_list_step_facts(run),
+        **_list_chosen_facts(settings, run.game),
         "tokens": _format_number(last.get("num_tokens"), ",.0f"),
         "seed": settings.get("seed", "-"),
         "duration": format_duration(steps) + (f", evaluations {format_duration(evaluations)}" if evaluations else ""),
@@ -202,6 +207,31 @@ def _write_facts(run: Run) -> str:
         facts["pooled"] = f"{pooled}, every {settings['pool_every']} steps"
     items = "".join(f"<li>{escape(name)}: <b>{escape(str(value))}</b></li>" for name, value in facts.items())
     return f'<ul class="facts">{items}</ul>'
+
+
+def _list_step_facts(run: Run) -> dict[str, str]:
+    """Lists what a step of the last fifth was like."""
+    late = find_mean(take_fifths(run)[1] or run.history)
+    length, cut = late("completions/mean_length"), late("completions/clipped_ratio")
+    told = None if length is None else f"{length:.0f} tokens" + ("" if cut is None else f", {format_percent(cut)} cut")
+    facts = {
+        "a step": format_value(late("step_time"), "seconds"),
+        "a completion": told or "-",
+        "groups with equal rewards": format_value(late(FLAT), "share"),
+    }
+    return {name: value for name, value in facts.items() if value != "-"}
+
+
+def _list_chosen_facts(settings: Mapping[str, Any], game: bool) -> dict[str, Any]:
+    """Lists the settings on which a run's success hangs most: rates, and in the game pay and prompts."""
+    of_teachers = settings.get("teacher_learning_rate") if game else None
+    keys = {"learning_rate": "learning rate", "beta": "beta"}
+    if game:
+        keys |= {"teacher_reward": "teachers' pay", "student_reward": "students' pay", "prompt_style": "prompts"}
+    facts = {name: settings[key] for key, name in keys.items() if settings.get(key)}
+    if of_teachers is not None:
+        facts["learning rate"] = f"{facts.get('learning rate')}, teachers {of_teachers}"
+    return facts
 
 
 def _list_game_facts(run: Run) -> dict[str, Any]:
