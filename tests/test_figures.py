@@ -155,6 +155,25 @@ def test_the_benchmarks_page_has_the_figures_of_readme_with_their_commands():
         assert ", ".join(f"{100 * rate:.0f}" for rate in rates) in section
 
 
+def test_pages_have_the_seconds_of_a_step_at_7b_that_are_kept():
+    kept = MEASURED["step_at_7b"]
+    told = {
+        side: {phase: " to ".join(dict.fromkeys(map(str, ends))) for phase, ends in seconds.items()}
+        for side, seconds in kept["seconds"].items()
+    }
+    section = RESULTS.partition("\n## step_at_7b.py\n")[2].partition("\n## ")[0]
+    for phase in told["ours"]:
+        row = "update and rest" if phase == "update" else phase
+        shown = [re.sub(r"(?<!\d)\.", "0.", cell) for cell in cells(section, f"{row}, seconds")]
+        assert shown[:2] == [told[side][phase] for side in ("ours", "trl")]
+    assert f"{kept['rows']} rows a step, completions of {kept['completion']}," in section
+    assert "Half of the rows have an\nadvantage, and eight attempts share a prompt" in section
+    assert (kept["live_rows"], kept["attempts"]) == (0.5, 8)
+    gpu = (ROOT / "docs" / "guides" / "gpu.md").read_text()
+    assert f"({told['ours']['step']} s against {told['trl']['step']})" in gpu
+    assert f"{told['ours']['publish']} s through host memory (TRL's sync of one: {told['trl']['publish']} s)" in gpu
+
+
 @pytest.mark.parametrize("candidate", [name for name in SCREEN if name != "rarity"])
 def test_the_page_of_the_tiny_base_has_the_means_of_a_candidate(candidate):
     runs = list(SCREEN[candidate].values())
