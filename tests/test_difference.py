@@ -12,7 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trl_populora.report.difference import FEWEST, compare_members, count_forms, count_right, measure_difference
+from trl_populora.report.difference import (
+    FEWEST,
+    compare_members,
+    count_forms,
+    count_right,
+    measure_difference,
+    read_forms,
+)
 from trl_populora.report.load import Run, load_run
 
 
@@ -83,9 +90,9 @@ def write_answers(root: Path, answers: dict[str, list[str]]) -> Run:
 
 def test_forms_are_counted_among_equally_many_right_answers_of_the_last_steps(tmp_path):
     run = write_answers(tmp_path, {"student_0": ALIKE, "student_1": OTHERS})
-    assert count_forms(run, since=4) == ({"student_0": 1, "student_1": 4}, FEWEST)
+    assert count_forms(read_forms(run, since=4)) == ({"student_0": 1, "student_1": 4}, FEWEST)
 
 
 def test_forms_of_few_answers_are_not_counted(tmp_path):
     run = write_answers(tmp_path, {"student_0": ALIKE, "student_1": OTHERS[1:]})
-    assert count_forms(run, since=4) == ({}, 0)
+    assert count_forms(read_forms(run, since=4)) == ({}, 0)

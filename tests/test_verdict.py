@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tarfile
+from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
@@ -104,6 +106,35 @@ def test_only_more_or_longer_reasoning_is_longer_reasoning_and_only_where_it_was
     verdict = judge(game(0.1, **({"solve_rate_equal_effort": 0.4} | last)))
     assert verdict.word == "learning"
     assert bool(verdict.remark) == told
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory) -> Path:
+    """
+    The records of four real runs, without rollouts: `recipes/tiny/quickstart.yaml` as it is (`longer_reasoning`) and
+    with rates of 3e-2 (`collapsed`), a dataset run whose reward is always 0 (`dead_reward`), and 50 steps of
+    `studies/screen.py --candidates rarity_slow_replay` (`learning`).
+    """
+    root = tmp_path_factory.mktemp("kept")
+    with tarfile.open(Path(__file__).parent / "kept_runs.tar.xz") as archive:
+        archive.extractall(root, filter="data")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("run", "word", "told"),
+    [
+        ("learning", "learning", "of the held-out tasks, +"),
+        ("longer_reasoning", "learning", "Most of it is longer reasoning"),
+        ("collapsed", "broken", "0 % of the proposals became tasks"),
+        ("dead_reward", "broken", "100 % of the groups of attempts had equal rewards"),
+    ],
+)
+def test_real_runs_are_called_what_they_were(kept, run, word, told):
+    verdict = judge(load_run(kept / run))
+    assert verdict.word == word
+    assert told in str(verdict)
+    assert bool(verdict.remark) == (run == "longer_reasoning")
 
 
 def test_the_longest_verdict_fits_into_the_picture(tmp_path, monkeypatch):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from trl_populora.assets import tiny_eval_tasks
 from trl_populora.config import PopuLoRAConfig
+from trl_populora.report.load import load_run
 
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -46,4 +48,25 @@ def test_runs_are_trained_once_and_compared(tmp_path, monkeypatch, capsys):
         as_printed.main()
     assert capsys.readouterr().out.count("step 1/1 | valid") == 2, "one step of each"
     assert runs.load(tmp_path / as_printed.RESULTS).keys() == {"paper", "default"}
-    assert "Against default, paired by seed" in (tmp_path / "table.md").read_text()
+    table = (tmp_path / "table.md").read_text()
+    assert "Against default, paired by seed" in table
+    assert "How members differ" in table
+
+
+def test_specialities_are_what_students_do_better_than_their_level_and_the_kinds_explain():
+    level, kind, own = (
+        np.array([[0.2], [0.3]]),
+        np.array([[0.1, 0.3, 0.2]]),
+        np.array([[0.1, 0, -0.1], [-0.1, 0, 0.1]]),
+    )
+    assert as_printed.correlate_specialities([level + kind + own, 2 * level + kind + own]) == pytest.approx(1)
+    assert as_printed.correlate_specialities([level + kind + own, level + kind - own]) == pytest.approx(-1)
+
+
+def test_members_are_measured_in_the_last_fifth(finished):
+    figures = as_printed.measure_members(finished)
+    cosines = [figures[f"cosine of two {role}s"] for role in ("teacher", "student")]
+    assert all(-1 <= cosine < 1 for cosine in cosines)
+    refused = sum(number for name, number in figures.items() if name.startswith("refused"))
+    rows = [row for row in load_run(finished).rows if row["role"] == "teacher" and row["step"] == 4]
+    assert refused == pytest.approx(sum(not row["valid"] for row in rows) / len(rows))

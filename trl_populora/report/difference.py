@@ -2,7 +2,7 @@
 
 members/*/adapter_model.safetensors --compare_members--> cosines of the updates, [members, members] for each role
 rollouts of the last fifth ----------count_right-------> share of right attempts, [students, kinds]
-                           ----------count_forms-------> different forms of each student's right code_f answers
+                           ----------read_forms, count_forms--> different forms of each student's right code_f answers
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def measure_difference(run: Run) -> Difference:
     """Measures how the members of a run's roles differ, by its saved members and the rollouts of its last fifth."""
     students, since = run.members("student"), run.step - max(1, run.step // 5)
     attempts = [row for row in run.rows if row["role"] == "student" and row["step"] > since]
-    forms, answers = count_forms(run, since)
+    forms, answers = count_forms(read_forms(run, since))
     cosines = {role: compare_members(run, role) for role in ("teacher", "student")}
     return Difference(
         {role: matrix for role, matrix in cosines.items() if matrix},
@@ -99,18 +99,25 @@ def count_right(attempts: Sequence[Mapping[str, Any]], students: Sequence[str], 
     return [[mean(marks.get((student, kind), [])) for kind in kinds] for student in students]
 
 
-def count_forms(run: Run, since: int) -> tuple[dict[str, int], int]:
+def count_forms(forms: Mapping[str, Sequence[int]]) -> tuple[dict[str, int], int]:
     """
     Counts the different forms of the students' right answers to code_f.
 
     Args:
-        run: Records of a run.
-        since: The last step whose answers do not count.
+        forms: As [`read_forms`] reads them.
 
     Returns:
         Different forms by student, and the number of answers of each that were compared. `({}, 0)` if a student has
         fewer than `FEWEST`.
     """
+    fewest = min(map(len, forms.values()), default=0)
+    if fewest < FEWEST:
+        return {}, 0
+    return {student: len(set(each[-fewest:])) for student, each in forms.items()}, fewest
+
+
+def read_forms(run: Run, since: int) -> dict[str, list[int]]:
+    """Reads the form of every right answer to code_f after step `since`, by student, the oldest first."""
     kind = CodeF()
     given, style = run.population.get("settings", {}).get("reading"), run.population.get("prompt_style")
     kind.configure(KindSettings(reading=given, prompt_style=style))
@@ -120,10 +127,7 @@ def count_forms(run: Run, since: int) -> tuple[dict[str, int], int]:
             with suppress(FormatError, ProgramError, ValueError):  # a run may have read answers in another way
                 (program,) = kind.read_blocks(row["completion"], ("python",))
                 found[row["member"]].append(hash_form(program))
-    fewest = min(map(len, found.values()), default=0)
-    if fewest < FEWEST:
-        return {}, 0
-    return {student: len(set(forms[-fewest:])) for student, forms in found.items()}, fewest
+    return found
 
 
 def draw_difference(figure: Figure, run: Run) -> None:
