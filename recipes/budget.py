@@ -233,8 +233,17 @@ class Budget:
     on_one_gpu: float
 
     @property
+    def moment_fits(self) -> bool:
+        return self.on_one_gpu <= self.gpu_memory
+
+    @property
+    def engine_fits(self) -> bool:
+        """Whether the engine has room for a cache; without vLLM it needs none."""
+        return self.cache_tokens > 0 or not self.engine
+
+    @property
     def fits(self) -> bool:
-        return self.on_one_gpu <= self.gpu_memory and (self.cache_tokens > 0 or not self.engine)
+        return self.moment_fits and self.engine_fits
 
 
 def prompt_tokens(references: int, longest: bool) -> int:
@@ -429,14 +438,30 @@ def main() -> None:
     print(f"{args.rows_per_step} rows a step, {parts} micro-batches per process\n")
     print_memory(args, columns)
     engines, total = engines_of(args, world), None
-    if columns[0].cache_tokens > 0 or not columns[0].engine:
+    if columns[0].engine_fits:
         at = (engines, world, columns[0].cache_tokens, rows[0], model.load_in_4bit)
         total = print_seconds(args, shape, rows[0], seconds(args, shape, gpu, *at))
     if options.nodes > 1:
         served = engines if args.use_vllm and args.vllm_mode == "server" else 0
         adapters = (args.teachers + args.students) * shape.adapter_parameters(model.lora_r)
         print_nodes(args, adapters, Nodes(options.nodes, options.processes, parts, served), rows[0], total)
-    print("Fits." if all(column.fits for column in columns) else "Does not fit.")
+    print(tell_fit(*columns))
+
+
+def tell_fit(at_the_start: Budget, at_the_limits: Budget) -> str:
+    """Says that all fits, or what does not fit, when, and by how much."""
+    columns = {"at the start": at_the_start, "at the limits": at_the_limits}
+    lacks = [
+        f"the fullest moment {when} needs {each.on_one_gpu / GIB:.1f} of {each.gpu_memory / GIB:.1f} GiB"
+        for when, each in columns.items()
+        if not each.moment_fits
+    ]
+    # The longest prompts change nothing in an engine without its cache.
+    if not at_the_start.engine_fits:
+        needed = sum(at_the_start.engine.values())
+        share = at_the_start.engine_memory / GIB
+        lacks.append(f"an engine without its cache needs {needed / GIB:.1f} of {share:.1f} GiB")
+    return f"Does not fit: {'; '.join(lacks)}." if lacks else "Fits."
 
 
 def print_seconds(args: PopuLoRAConfig, shape: Shape, like: Rows, phases: dict[str, float]) -> float:

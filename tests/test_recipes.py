@@ -321,6 +321,16 @@ class TestBudget:
         assert printed.startswith("tiny: 3 M parameters")
         assert printed.endswith("Fits.\n")
 
+    def test_a_recipe_too_large_for_its_card_ends_with_what_does_not_fit(self, monkeypatch, capsys):
+        recipe = str(CONFIGS["Qwen2.5-Coder-7B/config_4t4s.yaml"])
+        monkeypatch.setattr(sys, "argv", ["budget.py", recipe, "--gpu", "RTX-4090"])
+        budget.main()
+        table, _, told = capsys.readouterr().out.rpartition("\nDoes not fit: ")
+        full = re.search(r"^\| fullest moment \| ([\d.]+) \| ([\d.]+) \|\n\| of \| ([\d.]+) ", table, re.M)
+        start, limits, card = full.groups()
+        assert f"moment at the start needs {start} of {card} GiB; " in told
+        assert f"moment at the limits needs {limits} of {card} GiB; an engine without its cache needs" in told
+
     def test_nodes_and_members_are_added_to_a_recipe(self, monkeypatch, capsys):
         recipe = str(CONFIGS["Qwen2.5-Coder-7B/config_4t4s_8gpu.yaml"])
         monkeypatch.setattr(sys, "argv", ["budget.py", recipe, "--processes", "8", "--nodes", "4", "--members", "32"])
@@ -339,7 +349,10 @@ class TestBudget:
         budget.main()
         told = capsys.readouterr().out
         assert "Seconds a step" not in told, "nothing is left for the engine's cache"
-        assert told.endswith("MiB a node\nDoes not fit.\n")
+        assert told.endswith(
+            "MiB a node\nDoes not fit: the fullest moment at the limits needs 88.8 of 79.1 GiB; "
+            "an engine without its cache needs 26.1 of 23.7 GiB.\n"
+        )
         monkeypatch.setattr(sys, "argv", ["budget.py", recipe, "--processes", "8"])
         budget.main()
         assert "nodes" not in capsys.readouterr().out
