@@ -141,12 +141,12 @@ def _measure_gain(run: Run) -> tuple[float, float, str, str]:
 
 def _tell_reasoning(first: dict, last: dict, table: str, gain: float) -> str:
     """
-    Says so if a gain is mostly longer reasoning: if less than half of it would be left had the students thought as
-    often as the base, with answers as long as the base's.
+    Says so if a gain is mostly longer reasoning: if less than half of it is left where students and base think or both
+    do not, with answers of like length.
     """
-    before, after = (entry.get(f"{table}solve_rate_equal_effort") for entry in (first, last))
+    before, after = (entry.get(f"{table}gain_equal_effort") for entry in (first, last))
     if before is None or after is None:
-        return ""  # an earlier version, or too few answers are like the base's
+        return ""  # an earlier version, or no answers are like the base's
     left = after - before
     (length, share), (now_length, now_share) = (
         (entry.get(f"{table}mean_length") or 0.0, entry.get(f"{table}thinking_rate") or 0.0) for entry in (first, last)
@@ -155,6 +155,6 @@ def _tell_reasoning(first: dict, last: dict, table: str, gain: float) -> str:
         return ""
     return (
         f"Most of it is longer reasoning: {format_percent(now_share)} of the answers are worked out instead of "
-        f"{format_percent(share)}, an answer has {now_length:.0f} tokens instead of {length:.0f}, and at the base's "
-        f"effort {100 * left:+.0f} points would be left."
+        f"{format_percent(share)}, an answer has {now_length:.0f} tokens instead of {length:.0f}, and among answers "
+        f"like the base's {100 * left:+.0f} points are left."
     )
