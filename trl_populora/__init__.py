@@ -9,8 +9,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from ._moved import keep_old_names
-
 
 if TYPE_CHECKING:
     from .config import PopuLoRAConfig
@@ -31,8 +29,6 @@ _HOMES = {
     "Population": "population.members",
     "TaskKind": "tasks.kind",
 }
-
-keep_old_names()
 
 
 def __getattr__(name: str):
