@@ -28,9 +28,12 @@ PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "trl_populora" /
 def test_the_version_is_the_same_everywhere():
     version = trl_populora.__version__
     assert f'\nversion = "{version}"\n' in PYPROJECT
-    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version
-    changelog = (ROOT / "CHANGELOG.md").read_text()
-    assert f"\n## [{version}]" in changelog or f"this becomes {version}" in changelog
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert cited["version"] == version
+    newest = re.search(r"^## \[(\d.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1]
+    assert newest == f"{version}] - {cited['date-released']}"
+    for page in (*PAGES, *ROOT.glob("recipes/*.py")):
+        assert set(re.findall(r"trl_populora-([\d.]+)-py3", page.read_text())) <= {version}, page
 
 
 @pytest.mark.parametrize("text", [(ROOT / "README.md").read_text(), CITATION], ids=["README", "cards"])

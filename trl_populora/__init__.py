@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .tasks.kind import TaskKind
     from .trainer import PopuLoRATrainer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["EvolutionCallback", "Member", "PopuLoRAConfig", "PopuLoRATrainer", "Population", "TaskKind"]
 
 # Public name: the module that defines it.
