@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shutil
 import subprocess
+import sys
 from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
 import tomllib
 import yaml
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 import trl_populora
@@ -56,6 +59,22 @@ def test_the_oldest_python_is_one_that_bounded_dependencies_install_on():
     assert "trl" in bounded
     needed = {name: metadata(name)["Requires-Python"] for name in bounded}
     assert {name: pythons for name, pythons in needed.items() if oldest not in SpecifierSet(pythons)} == {}
+
+
+def test_the_package_imports_only_what_it_asks_for():
+    project = tomllib.loads(PYPROJECT)["project"]
+    extras = [listed for name, listed in project["optional-dependencies"].items() if name not in ("dev", "docs")]
+    asked = {Requirement(each).name for each in sum(extras, project["dependencies"])}
+    imported = set()
+    for path in (ROOT / "trl_populora").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                imported.add(node.module.partition(".")[0])
+    # The sandbox's processes know their own folder by this name. Type checkers bring `_typeshed`.
+    imported -= {*sys.stdlib_module_names, "trl_populora", "sandbox_room", "_typeshed"}
+    assert {"pyyaml" if name == "yaml" else name for name in imported} <= asked
 
 
 def test_hosted_tests_begin_with_the_oldest_python():
