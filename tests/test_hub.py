@@ -169,7 +169,7 @@ class TestPushed:
         push_run(finished.args.output_dir, "me/card")
         card = hub.repos["me/card"]["README.md"].decode()
         metadata = huggingface_hub.ModelCard(card).data
-        assert {"trl", "populora", "lora"} <= set(metadata.tags)
+        assert {"trl", "trl-populora", "lora"} <= set(metadata.tags)
         assert metadata.library_name == "peft"
         for text in (
             "| teacher_1 |",
@@ -248,6 +248,7 @@ class TestPushed:
         assert sum(name.startswith(".eval_results/") for name in files) == 1, "no leaderboard is known for AIME 24"
 
         card = files["README.md"].decode()
+        assert "(the base without an adapter: 25 %)" in card
         scores = {each.dataset_name: each for each in huggingface_hub.ModelCard(card).data.eval_results}
         assert {name: each.metric_value for name, each in scores.items()} == {
             "Held-out tasks of the run": 50.0,

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-TAGS = ("trl", "populora", "lora", "peft", "reinforcement-learning")
+TAGS = ("trl", "trl-populora", "populora", "lora", "peft", "reinforcement-learning")
 
 CARD = """---
 {metadata}
@@ -288,7 +288,7 @@ def _describe_held_out_base(population: Mapping[str, Any]) -> str:
     """Writes the base's solve rate on held-out tasks. If training went on after that evaluation, adds its step."""
     rate, step = population.get("held_out_base"), population.get("held_out_step")
     earlier = "" if step in (None, population["step"]) else f", measured after step {step}"
-    return earlier if rate is None else f" (the base without an adapter: {rate:.3f}){earlier}"
+    return earlier if rate is None else f" (the base without an adapter: {100 * rate:.0f} %){earlier}"
 
 
 def _embed_pictures(root: Path) -> str:
@@ -386,7 +386,7 @@ def format_archive_card(path: Path, population: Mapping[str, Any], repo: str) ->
     name = repo.split("/")[-1]
     metadata = DatasetCardData(
         pretty_name=name,
-        tags=["populora", "trl", "code", "self-play"],
+        tags=["populora", "trl-populora", "trl", "code", "self-play"],
         task_categories=["text-generation"],
         size_categories=[_name_size(kinds.total())],
         configs=[{"config_name": "default", "data_files": [{"split": "train", "path": path.name}], "default": True}],
