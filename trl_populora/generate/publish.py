@@ -50,6 +50,14 @@ def count_adapters(members: int) -> tuple[int, int]:
     return members + 2, 2 * members + 1
 
 
+def count_slots(members: int) -> int:
+    """
+    Counts the adapters for which a colocated engine needs room on its device (`max_loras`): each member, and the
+    base's adapter of zeros.
+    """
+    return members + 1
+
+
 class ChangeDetector:
     """
     Finds the members that have changed since the last call, by checksums of this rank's part of their tensors.

@@ -44,10 +44,13 @@ from trl_populora.lora.convert import find_widest, fold
 from trl_populora.lora.layers import BASE, BASE_NAME, Router
 
 from . import publish
-from .checks import find_permitted_rank
+from .checks import find_permitted_rank, resolve_base
 from .player import make_vllm_kwargs
 from .publish import Published, StaleAdapterError
 from .server import LoRAServers, VLLMServerError
+
+
+GRAPH_SIZES = {"cudagraph_capture_sizes", "max_cudagraph_capture_size"}  # engine arguments that say for which sizes
 
 
 class PopulationGeneration(VLLMGeneration):
@@ -132,9 +135,9 @@ class PopulationGeneration(VLLMGeneration):
         return (
             {
                 "enable_lora": True,
-                # A slot for each member and one for the base. So vLLM never takes a member's slot for another adapter,
-                # and needs no copies of members (see `_keeps_copies`).
-                "max_loras": count + 1,
+                # With a slot for each member and one for the base, vLLM never takes a member's slot for another
+                # adapter, and needs no copies of members (see `_keeps_copies`).
+                "max_loras": publish.count_slots(count),
                 # vLLM refuses room for fewer adapters in host memory than on the device.
                 "max_cpu_loras": max(publish.count_adapters(count)[1], self.engine_kwargs.get("max_loras") or 0),
                 "max_lora_rank": find_permitted_rank(config),
@@ -145,8 +148,48 @@ class PopulationGeneration(VLLMGeneration):
                 "quantization": None,
             }
             | (self._forbid_chunked_prefill() if self.accelerator.device.type == "cpu" else {})
+            | ({} if "lora_target_modules" in self.engine_kwargs else {"lora_target_modules": self._list_targets()})
             | self.engine_kwargs
+            | self._choose_graphs()
         )
+
+    def _list_targets(self) -> list[str]:
+        """
+        Lists the names of vLLM's modules that members adapt.
+
+        By itself vLLM also keeps slots for embeddings and output head, which members seldom adapt. With a large
+        vocabulary these slots are as large as half of a member, and each token would pass through them.
+        """
+        _, served = resolve_base(
+            self.model.name_or_path,
+            model_impl=self.model_impl,
+            trust_remote_code=self.trust_remote_code,
+            **{name: given for name, given in self.engine_kwargs.items() if name in ("revision", "hf_overrides")},
+        )
+        modules = {
+            _name_module(key) for name in self.members for key in lora_members.member_parameters(self.model, name)
+        }
+        # Some of vLLM's model classes rename modules.
+        if (mapper := getattr(served, "hf_to_vllm_mapper", None)) is not None:
+            rename = mapper.get_rename_mapper()
+            modules = {rename.map_name(module) or module for module in modules}
+        return sorted({module.rpartition(".")[2] for module in modules})
+
+    def _choose_graphs(self) -> dict[str, Any]:
+        """
+        Chooses for how many rows vLLM records CUDA graphs. What the user says of it counts.
+
+        By itself vLLM records graphs for twice as many rows as a step has, for many sizes below, and all of them
+        once more without adapters. But here every row has an adapter.
+        """
+        given = self.engine_kwargs.get("compilation_config")
+        if not isinstance(given, dict | None):  # vLLM also takes a number or an object
+            return {}
+        chosen: dict[str, Any] = {"cudagraph_specialize_lora": False}
+        rows = self.engine_kwargs.get("max_num_seqs") or self.max_num_seqs
+        if rows and GRAPH_SIZES.isdisjoint([*(given or ()), *self.engine_kwargs]):
+            chosen["cudagraph_capture_sizes"] = list_graph_sizes(rows)
+        return {"compilation_config": chosen | (given or {})}
 
     @property
     def _keeps_copies(self) -> bool:
@@ -408,6 +451,16 @@ class PopulationGeneration(VLLMGeneration):
         """Shuts down a colocated engine. Call it before the process group ends: vLLM needs the group."""
         if self.mode == "colocate":
             self.llm.llm_engine.engine_core.shutdown()
+
+
+def list_graph_sizes(rows: int) -> list[int]:
+    """
+    Lists the numbers of rows for which a CUDA graph is worth recording, if at most `rows` run at once. vLLM rounds up
+    to the next of them: about 32 numbers at most, because recording one takes a fraction of a second.
+    """
+    apart = max(32, -(-rows // 256) * 8)  # a multiple of 8
+    sizes = [size for size in (8, 16, *range(apart, rows, apart)) if size < rows]
+    return [*sizes, rows]
 
 
 def _name_module(key: str) -> str:
