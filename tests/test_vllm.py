@@ -26,6 +26,7 @@ from trl_populora.generate.publish import Published, StaleAdapterError, count_sl
 from trl_populora.generate.vllm import list_graph_sizes
 from trl_populora.hub.download import fetch
 from trl_populora.hub.push import push_run
+from trl_populora.lora.layers import BASE_NAME
 from trl_populora.lora.members import read_member, set_rank
 
 from .populora_run import make_trainer
@@ -347,6 +348,22 @@ def test_an_adapter_that_the_engine_lost_in_its_sleep_is_found_and_written_again
     completions, logprobs = sleeper.generate(rows, prompts)
     expected = logprobs_of(sleeper.model, sleeper.router, rows, prompts, completions)
     assert largest_difference(logprobs, expected) < 1e-3
+
+
+def test_a_base_that_another_rank_of_the_engine_lost_in_its_sleep_is_written_again_here_too(sleeper, monkeypatch):
+    """Under tensor parallelism each rank has a part of each adapter, and all ranks know it by one name and salt."""
+    sleeper.publish_all(35)
+    generation, rows, prompts = sleeper.generation, [0, -1], some_prompts(2)
+    sleeper.generate(rows, prompts)  # publishes the base
+    before = dict(generation.published)
+    other = [[*[False] * MEMBERS, True]]
+    with monkeypatch.context() as patch:
+        patch.setattr("trl_populora.generate.vllm.gather_object", lambda flags: flags + other)
+        generation._llm_weights_sleeping = True
+        generation.sync_weights()
+    assert before.keys() - generation.published.keys() == {BASE_NAME}
+    sleeper.generate(rows, prompts)
+    assert {name for name in before if before[name] != generation.published[name]} == {BASE_NAME}
 
 
 def test_publishing_writes_into_the_slot_of_the_old_version_and_keeps_no_copy(served):

@@ -151,7 +151,11 @@ class AdapterShelf:
     def put(self, name: str, save: Callable[[Path], None]) -> str:
         """Lets `save` write a directory, and returns its path. No reader finds the path before all is written."""
         unfinished, path = self.root / f".{name}", self.root / name
-        save(unfinished)
+        try:
+            save(unfinished)
+        except BaseException:  # the disk may be full
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
         unfinished.rename(path)
         return str(path)
 

@@ -46,7 +46,7 @@ from trl_populora.lora.layers import BASE, BASE_NAME, Router
 from . import publish
 from .checks import find_permitted_rank, resolve_base
 from .player import make_vllm_kwargs
-from .publish import Published, StaleAdapterError
+from .publish import Published
 from .server import LoRAServers, VLLMServerError
 
 
@@ -251,13 +251,16 @@ class PopulationGeneration(VLLMGeneration):
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
             damaged = {adapter.member for adapter in self.llm.find_damaged(self.published.values())}
-            if BASE_NAME in damaged:  # `generate` publishes it again for the next row of the base
-                self.llm.unload(self.published.pop(BASE_NAME))
         # A member is published if any rank's part of it has changed, or if any rank's engine has damaged it. All ranks
-        # must agree, because publishing is collective.
-        moved = self._detector.detect_changes(self.model, self.members)
-        flags = gather_object([[flag or name in damaged for flag, name in zip(moved, self.members, strict=True)]])
-        changed = [name for name, *wanted in zip(self.members, *flags, strict=True) if any(wanted)]
+        # must agree, because publishing is collective, and the ranks of one engine must know an adapter by one name.
+        names = [*self.members, BASE_NAME]
+        moved = [*self._detector.detect_changes(self.model, self.members), False]
+        flags = gather_object([[flag or name in damaged for flag, name in zip(moved, names, strict=True)]])
+        changed = [name for name, *wanted in zip(names, *flags, strict=True) if any(wanted)]
+        if BASE_NAME in changed:  # `generate` publishes it again for the next row of the base
+            changed.remove(BASE_NAME)
+            if (base := self.published.pop(BASE_NAME, None)) is not None:
+                self.llm.unload(base)
         if changed:
             try:
                 self._publish(changed)
@@ -268,7 +271,9 @@ class PopulationGeneration(VLLMGeneration):
 
     def _publish(self, members: Sequence[str]) -> None:
         """Publishes members. Every rank takes part, because reading a member is collective."""
-        retired = [self.published[member].path for member in members if member in self.published]
+        # Here go the directories that an earlier publication has replaced. So each stays for one publication more.
+        if self._shelf is not None:
+            self._shelf.sweep_retired()
         for member in members:
             self._count += 1
             adapter = Published(member, f"{member}-{self._run}-{self._count}", self._count)
@@ -279,15 +284,10 @@ class PopulationGeneration(VLLMGeneration):
                 self._write(adapter, *fold(factors, config))
             elif self.backend is not None:
                 adapter = self._serve(adapter, *fold(factors, config))
-                if member in self.published:
-                    self.backend.unload(self.published[member])
+            former = self.published.get(member)
             self.published[member] = adapter
-        # Removes the directories that the previous publication replaced. Those that this one replaced stay until the
-        # next publication.
-        if self._shelf is not None:
-            self._shelf.sweep_retired()
-            for path in retired:
-                self._shelf.retire(path)
+            if former is not None and self._shelf is not None:
+                self._withdraw(former)
 
     def _read_factors(self, member: str) -> dict[str, torch.Tensor]:
         """Reads a member's factors. For the base it makes zeros in a member's shapes: they add nothing."""
@@ -322,16 +322,25 @@ class PopulationGeneration(VLLMGeneration):
         adapter = self._load(adapter, factors, config)
         try:
             self.backend.probe(adapter, next(value for key, value in factors.items() if "lora_B" in key))
-        except StaleAdapterError:
-            self.backend.unload(adapter)
+        except Exception:
+            self._withdraw(adapter)
             raise
         return adapter
+
+    def _withdraw(self, adapter: Published) -> None:
+        """Unloads an adapter from all servers. Its directory goes with the next publication."""
+        self._open_shelf().retire(adapter.path)
+        self.backend.unload(adapter)
 
     def _load(self, adapter: Published, factors: Mapping[str, torch.Tensor], config: LoraConfig) -> Published:
         """Writes an adapter's directory, and lets all servers load it."""
         save = partial(lora_members.save_factors, factors, config)
         adapter = replace(adapter, path=self._open_shelf().put(adapter.name, save))
-        self.backend.load(adapter)
+        try:
+            self.backend.load(adapter)
+        except Exception:
+            self._open_shelf().retire(adapter.path)
+            raise
         return adapter
 
     def _check_modules(self, factors: Mapping[str, torch.Tensor], config: LoraConfig) -> None:
@@ -349,16 +358,15 @@ class PopulationGeneration(VLLMGeneration):
         first = next(iter(kinds.values()))
         nothing = {key: torch.zeros_like(value) for key, value in first.items()}
         self._count += 1  # if the check fails and is made again, its adapters need new names
-        probes = [
-            self._load(Published(name, f"{name}-{self._run}-{self._count}", self._count), values, config)
-            for name, values in {"nothing": nothing, **kinds}.items()
-        ]
+        probes: list[Published] = []
         try:
+            for name, values in {"nothing": nothing, **kinds}.items():
+                probe = Published(name, f"{name}-{self._run}-{self._count}", self._count)
+                probes.append(self._load(probe, values, config))
             self.backend.check_modules(probes[0], dict(zip(kinds, probes[1:], strict=True)))
         finally:
             for probe in probes:
-                self.backend.unload(probe)
-                self._open_shelf().retire(probe.path)
+                self._withdraw(probe)
 
     def _open_shelf(self) -> publish.AdapterShelf:
         """Makes the shelf when it is needed for the first time."""
