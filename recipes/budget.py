@@ -32,6 +32,7 @@ from trl import ModelConfig, TrlParser
 from trl_populora.assets import resolve_model_path
 from trl_populora.cli import TrainArguments
 from trl_populora.config import MemberConfig, PopuLoRAConfig
+from trl_populora.generate.publish import count_slots
 from trl_populora.generate.transformers import READ_SHARE
 from trl_populora.step.microbatch import estimate_pair_cost
 from trl_populora.tasks import CodeO
@@ -47,6 +48,8 @@ TRAINING_UTILIZATION = 0.35  # of peak FLOP/s; 0.47 was measured on an H200 with
 DECODING_UTILIZATION = 0.6  # of peak bandwidth or FLOP/s
 LORA_SLOWDOWN = 1.5  # serving adapters costs a third of the decoding rate, however many there are (vLLM PR 11267)
 MEAN_COMPLETION = 0.3  # of `max_completion_length`
+
+SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's values of `max_lora_rank`
 
 # Measured on an H200 with bases of 28 and 30 layers (benchmarks/RESULTS.md): seconds a layer takes to start its
 # kernels, members' included, however little they have to do. Other hosts are faster or slower at it than that one.
@@ -124,6 +127,15 @@ class Shape:
         """One LoRA adapter on all linear layers but the head."""
         h, q, kv, i = self.hidden_size, self.query_size, self.key_value_size, self.intermediate_size
         return self.num_hidden_layers * rank * (2 * (h + q) + 2 * (h + kv) + 3 * (h + i))
+
+    def slot_parameters(self, rank: int, everywhere: bool = False) -> int:
+        """
+        What vLLM's kernels keep for one adapter of that rank: of the next rank that vLLM serves, on all linear layers
+        but the head, or everywhere, on embeddings and head, too.
+        """
+        served = min(size for size in SERVED_RANKS if size >= rank)
+        both = 2 * served * (self.vocab_size + self.hidden_size) if everywhere else 0
+        return self.adapter_parameters(served) + both
 
     @property
     def linear_parameters(self) -> int:
@@ -276,10 +288,12 @@ def memory(args: PopuLoRAConfig, model: ModelConfig, shape: Shape, gpu: Gpu, pro
         fullest = sum(held.values()) + max(sum(update.values()), sum(playing.values()))
         return Budget(held, update, playing, {}, 0.0, args.generation_tokens or 0, gpu.memory, fullest)
     colocated = args.vllm_mode == "colocate"
-    rows = args.rows_per_step // engines_of(args, processes)
+    rows, members = args.rows_per_step // engines_of(args, processes), args.teachers + args.students
+    # A server (recipes/serve.sh) has a slot for each member, and serves adapters of embeddings and head, too.
+    slots = count_slots(members) if colocated else members
     engine = {
         "base, bf16": 2 * shape.parameters,
-        "members, bf16": 2 * adapters,
+        f"{slots} adapters, bf16": 2 * slots * shape.slot_parameters(model.lora_r, everywhere=not colocated),
         "sampler, fp32": 2 * 4 * rows * shape.vocab_size,
         "a batch of 4096 tokens": 4096 * shape.layer_bytes_per_token / 2,
         "CUDA graphs": GRAPHS,
@@ -409,9 +423,9 @@ def enlarge(path: str, members: int | None, world: int) -> tuple[PopuLoRAConfig,
 
 def engines_of(args: PopuLoRAConfig, processes: int) -> int:
     """Engines that share a step's rows: one per process, with or without vLLM, or the servers of the list."""
-    return (
-        processes if args.vllm_mode == "colocate" or not args.use_vllm else len(args.vllm_server_base_url.split(","))
-    )
+    if args.vllm_mode == "colocate" or not args.use_vllm:
+        return processes
+    return len((args.vllm_server_base_url or "").split(","))  # without a list one server, by host and port
 
 
 def main() -> None:

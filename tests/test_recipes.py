@@ -314,6 +314,21 @@ class TestBudget:
         members = add_members(base, ["a"], LoraConfig(r=4, target_modules="all-linear"), Router(), seed=0)
         assert members.num_parameters(only_trainable=True) == shape.adapter_parameters(4)
 
+    @pytest.mark.parametrize(("mode", "slots"), [("colocate", 9), ("server", 8)])
+    def test_an_engine_has_a_slot_for_each_member_and_a_colocated_one_for_the_base(self, mode, slots, tmp_path):
+        args, model = read_recipe(str(CONFIGS["Qwen2.5-Coder-7B/config_4t4s_8gpu.yaml"]), str(tmp_path))
+        args.vllm_mode = mode
+        shape = SHAPES[model.model_name_or_path]
+        engine = memory(args, model, shape, GPUS["A100-80GB"], 8, 1000).engine
+        further = {"colocate": 0, "server": 2 * 32 * (shape.vocab_size + shape.hidden_size)}[mode]
+        assert engine[f"{slots} adapters, bf16"] == 2 * slots * (shape.adapter_parameters(32) + further)
+
+    def test_a_slot_has_the_size_that_vllm_gives_it(self):
+        """tests/test_vllm.py has a real engine's slots without embeddings and head."""
+        shape = Shape.of("tiny")
+        assert shape.slot_parameters(16, everywhere=True) == 372_736, "counted in vLLM 0.31"
+        assert shape.slot_parameters(9) == shape.slot_parameters(16) == shape.adapter_parameters(16)
+
     def test_the_embedded_base_is_read_too(self, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["budget.py", str(CONFIGS["tiny/quickstart.yaml"])])
         budget.main()

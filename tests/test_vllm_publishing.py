@@ -108,6 +108,19 @@ def test_a_directory_appears_only_when_complete(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+def test_a_directory_that_cannot_be_written_to_its_end_leaves_nothing(tmp_path):
+    shelf = AdapterShelf(str(tmp_path))
+
+    def save(directory: Path) -> None:
+        directory.mkdir()
+        (directory / "adapter_config.json").write_text("{}")
+        raise OSError("No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        shelf.put("a-1", save)
+    assert os.listdir(shelf.root) == [".lock"]
+
+
 PROGRAM = """
 import os, sys
 from trl_populora.generate.publish import AdapterShelf

@@ -238,7 +238,7 @@ class PopuLoRAConfig(GRPOConfig):
             once. vLLM does not read it.
         vllm_engine_kwargs: Further arguments of vLLM's `LLM` in colocate mode, for example `{"enforce_eager": true}`.
             TRL's `vllm_*` settings hold too. The engine computes in the trainer's precision unless `dtype` is
-            given.
+            given, and records CUDA graphs up to the rows of a step unless `cudagraph_capture_sizes` is.
         vllm_adapter_dir: Directory for published adapters; the trainer and every vLLM server must see it. When `None`,
             shared memory, or `output_dir` if a server runs on another host or shared memory is too small. Colocated
             engines do not use it.
