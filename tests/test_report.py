@@ -374,6 +374,22 @@ def test_rejects_are_means_over_the_run():
     assert "in brackets the mean" in caption
 
 
+@pytest.mark.parametrize(
+    ("picture", "key"),
+    [
+        ("ratings_teachers", "member/teacher_{}/mu"),
+        ("kinds", "propose/{}/valid_rate"),
+        ("rejects", "verify/reject/{}"),
+        ("curriculum", "curriculum/{}"),
+    ],
+)
+def test_a_name_that_reads_as_a_formula_is_drawn_as_text(picture, key, tmp_path):
+    """Somebody else may have written the run's files. As a formula this name would be an error."""
+    name = r"$\frac{a}{$"
+    run = Run(name, [{"step": 1, key.format(name): 1.0}])
+    assert len(plots.draw_plots(run, tmp_path, [picture])) == 1
+
+
 def test_no_two_reasons_of_rejection_look_alike():
     figure = Figure()
     draw_rejects(figure, Run("r", [{"step": 1} | {f"verify/reject/{reason}": 1.0 for reason in Reject}]))
