@@ -669,6 +669,11 @@ class PopuLoRAConfig(GRPOConfig):
         # Trackers get this. transformers hides settings that are tokens, but no token inside a setting that is a dict.
         return {name: drop_secrets(value) for name, value in (super().to_dict() | self.member_values).items()}
 
+    def list_idle_options(self, max_steps: int) -> list[str]:
+        """Lists the options that were set and do nothing, because the first event would come after the last step."""
+        every = {name: getattr(self, name) for name in ("evolve_every", "pool_every") if self._given[name]}
+        return [f"{name}={steps}" for name, steps in every.items() if steps >= max_steps]
+
     def build(self, room: type[Settings], **further: Any) -> Settings:
         """
         Builds the settings of a room from the options of the same names.
