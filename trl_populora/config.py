@@ -778,13 +778,14 @@ class PopuLoRAConfig(GRPOConfig):
                 )
             return
         counts = {role: getattr(self, f"{role}s") for role in ROLES}
-        learning = find_learning_roles(self.learning_rate, self.teacher_learning_rate)
+        rates = {"student": min(self.member_values.get("learning_rate", [self.learning_rate]))}
+        rates["teacher"] = self.learning_rate if self.teacher_learning_rate is None else self.teacher_learning_rate
         told = f"`pool_every={self.pool_every}` with `pool={self.pool!r}`"
         for role in self.pooled_roles:
-            if counts[role] < 2 or role not in learning:
+            if counts[role] < 2 or not rates[role]:
                 raise ValueError(
-                    f"{told} needs two or more {role}s at the start that learn, each with an adapter of its own. Let "
-                    "`pool` name another role, or set `pool_every` to 0."
+                    f"{told} needs two or more {role}s at the start that learn, each with an adapter of its own and a "
+                    "learning rate above 0. Let `pool` name another role, or set `pool_every` to 0."
                 )
         if self.evolve_every and not any(counts[role] > 1 for role in self._evolving_roles):
             if self._given["evolve_every"] is not None:
