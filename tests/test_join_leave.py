@@ -127,6 +127,8 @@ def test_the_members_that_come_and_go_do_not_notice(random_base, tmp_path, monke
     for trainer in trainers:
         trainer.add_callback(At(trainer, **changes))
         trainer.train()
+    if with_what == "a scale of gradients":
+        assert own.accelerator.scaler.state_dict()["_growth_tracker"] == 4, "all steps took scaled gradients"
     assert own.population.names == ["student_0", "late", "student_2"]
     for name, factors in read_all(plain).items():
         check_close(read_all(own)[name], factors)
