@@ -18,7 +18,13 @@ from trl_populora.report.verdict import FEWEST_STEPS, judge
 STEPS = 20
 GOOD = {"propose/valid_rate": 0.9, "solve/well_formed": 0.95, "completions/clipped_ratio": 0.01}
 GOOD |= {"frac_reward_zero_std": 0.5, "propose/novel_rate": 0.8, "curriculum/features": 20.0}
-TOLD = {"solve_rate_margin": 0.02, "thinking_rate": 0.1, "mean_length": 20.0, "gain_equal_effort": 0.0}
+TOLD = {
+    "solve_rate_margin": 0.02,
+    "thinking_rate": 0.1,
+    "mean_length": 20.0,
+    "gain_equal_effort": 0.0,
+    "like_base": 1.0,
+}
 
 
 def game(gain: float | None = 0.0, end: dict | None = None, **last) -> Run:
@@ -99,7 +105,7 @@ def test_a_gain_of_which_less_than_half_is_left_at_equal_effort_is_longer_reason
     [
         ({"thinking_rate": 0.05, "mean_length": 15.0}, False),
         ({"thinking_rate": 0.1, "mean_length": 40.0}, True),  # as often, but longer
-        ({"thinking_rate": 0.9, "mean_length": 80.0, "gain_equal_effort": None}, False),
+        ({"thinking_rate": 0.9, "mean_length": 80.0, "like_base": None}, False),
     ],
 )
 def test_only_more_or_longer_reasoning_is_longer_reasoning_and_only_where_it_was_measured(last, told):
@@ -108,12 +114,19 @@ def test_only_more_or_longer_reasoning_is_longer_reasoning_and_only_where_it_was
     assert bool(verdict.remark) == told
 
 
+@pytest.mark.parametrize("gain", [{}, {"gain_equal_effort": None}])
+def test_where_hardly_any_answers_are_like_the_bases_longer_reasoning_cannot_be_told(gain):
+    remark = judge(game(0.1, **{"thinking_rate": 1.0, "mean_length": 60.0, "like_base": 0.18} | gain)).remark
+    assert remark.startswith("How much of it is longer reasoning cannot be told: 100 % of the answers are worked out")
+    assert remark.endswith("only 18 % of the base's answers have their like.")
+
+
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory) -> Path:
     """
-    The records of four real runs, without rollouts: `recipes/tiny/quickstart.yaml` as it is (`longer_reasoning`) and
-    with rates of 3e-2 (`collapsed`), a dataset run whose reward is always 0 (`dead_reward`), and 50 steps of
-    `studies/screen.py --candidates rarity_slow_replay` (`learning`).
+    The records of five real runs, without rollouts: `recipes/tiny/quickstart.yaml` as it is (`longer_reasoning`) and
+    with rates of 3e-2 (`collapsed`), dataset runs whose reward is always 0 (`dead_reward`) or pays answers that were
+    worked out (`good`), and 25 steps of `studies/screen.py --candidates rarity_slow_replay` (`learning`).
     """
     root = tmp_path_factory.mktemp("kept")
     with tarfile.open(Path(__file__).parent / "kept_runs.tar.xz") as archive:
@@ -124,7 +137,12 @@ def kept(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     ("run", "word", "told"),
     [
-        ("learning", "learning", "of the held-out tasks, +"),
+        ("good", "learning", "The reward rose from 0.11 to 0.52"),
+        (
+            "learning",
+            "learning",
+            "How much of it is longer reasoning cannot be told: 100 % of the answers are worked out",
+        ),
         ("longer_reasoning", "learning", "Most of it is longer reasoning"),
         ("collapsed", "broken", "0 % of the proposals became tasks"),
         ("dead_reward", "broken", "100 % of the groups of attempts had equal rewards"),
@@ -134,7 +152,7 @@ def test_real_runs_are_called_what_they_were(kept, run, word, told):
     verdict = judge(load_run(kept / run))
     assert verdict.word == word
     assert told in str(verdict)
-    assert bool(verdict.remark) == (run == "longer_reasoning")
+    assert bool(verdict.remark) == (run in ("learning", "longer_reasoning"))
 
 
 def test_the_longest_verdict_fits_into_the_picture(tmp_path, monkeypatch):
