@@ -143,7 +143,8 @@ class PopuLoRATrainer(HubTrainer):
         reward_processing_classes, callbacks: As in TRL.
         quantization_config: Loads the base in 4 or 8 bits (`pip install -e ".[quantization]"`).
         peft_config: Adapter of every member; rank 32, alpha 64, all linear layers when `None`. In a dataset run a list
-            has one for each member; they may differ in `r` and `lora_alpha`.
+            has one for each member; they may differ in `r` and `lora_alpha`. If `args.students` is `None`, there are
+            as many members.
 
     Raises:
         `TypeError`: If `args` is no [`PopuLoRAConfig`] (in a dataset run, no `GRPOConfig`), a reward function cannot
@@ -196,7 +197,7 @@ class PopuLoRATrainer(HubTrainer):
         peft_config: LoraConfig | list[LoraConfig] | None = None,
         **unsupported: Any,
     ):
-        args = start.settle(PopuLoRAConfig("populora") if args is None else args, train_dataset)
+        args = start.settle(PopuLoRAConfig("populora") if args is None else args, train_dataset, peft_config)
         prompts = has_prompts(train_dataset)
         lora_configs = start.list_lora_configs(peft_config, args, prompts)
         widest = find_widest(lora_configs)
