@@ -120,7 +120,7 @@ class PopuLoRATrainer(HubTrainer):
       name that another metric has is refused then.
     - `_get_output_dir` and `_save_checkpoint` write a checkpoint aside, and move it into place when it is whole.
     - `save_model` and `_save` write an ordinary PEFT directory per member, and outside of checkpoints the best student
-      at the root.
+      at the root, and the run's card.
     - `_load_best_model`, `_load_from_checkpoint`, `_load_optimizer_and_scheduler` and `_load_rng_state` restore the
       members (DeepSpeed restores them itself), the state of the game, and the loss that is not logged yet.
     - [`~trl_populora.hub.push.HubTrainer`], the base class between this one and TRL's, writes the population's card
@@ -1254,6 +1254,8 @@ class PopuLoRATrainer(HubTrainer):
         checkpoint.save(where, self.model_wrapped, self.population, self.archive, tokenizer, about, write)
         if write and self.staging.directory is None:
             push.place_best_student(Path(where))
+            if Path(where).resolve() == Path(self.args.output_dir).resolve():
+                self.create_model_card()  # it names the student whose adapter lies beside it
 
     def _load_best_model(self):
         best = Path(self.state.best_model_checkpoint)
