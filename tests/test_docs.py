@@ -87,7 +87,8 @@ def play(base, tmp_path, monkeypatch):
         if page in OF_PROMPTS:
             of_prompts = lambda directory, **given: PopuLoRAConfig(directory, **(PROMPT_SIZES | given))  # noqa: E731
             monkeypatch.setattr(trl_populora, "PopuLoRAConfig", of_prompts, raising=False)
-        text = script(page).replace("Qwen/Qwen2.5-0.5B-Instruct", base).replace("max_steps=200", "max_steps=1")
+        text = script(page).replace("Qwen/Qwen2.5-0.5B-Instruct", base)
+        text = text.replace("max_steps=200", "max_steps=1").replace("eval_steps=50", "eval_steps=1")
         module_text, *others = re.split(OWN_FILE, text)
         exec(compile(module_text, page, "exec"), module.__dict__)
         for other in others:

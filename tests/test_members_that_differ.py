@@ -283,16 +283,62 @@ def test_the_command_line_takes_one_value_or_a_list():
     assert args.member_values == {"learning_rate": [1e-6, 3e-6]}
     assert args.epsilon == 0.1
     assert [(each.r, each.lora_alpha) for each in lora] == [(4, 32), (8, 32)]
+    args, _ = parse("--learning_rate", "1e-6", "3e-6", "1e-5")
+    assert args.member_values == {"learning_rate": [1e-6, 3e-6, 1e-5]}
     args, lora = parse("--learning_rate", "1e-6", "--lora_alpha", "64")
     assert (args.learning_rate, args.member_values, lora.lora_alpha) == (1e-6, {}, 64)
 
 
 def test_yaml_takes_numbers_without_a_point(tmp_path):
     recipe = tmp_path / "sweep.yaml"
-    recipe.write_text("students: 2\nlearning_rate: [1e-6, 3e-6]\nseed: [1, 2]\nlora_r: [4, 8]\nlora_alpha: [8, 16]\n")
+    recipe.write_text("learning_rate: [1e-6, 3e-6]\nseed: [1, 2]\nlora_r: [4, 8]\nlora_alpha: [8, 16]\n")
     args, lora = parse("--config", str(recipe))
     assert args.member_values == {"learning_rate": [1e-6, 3e-6], "seed": [1, 2]}
     assert [(each.r, each.lora_alpha) for each in lora] == [(4, 8), (8, 16)]
+
+
+@pytest.mark.parametrize(
+    ("options", "members"),
+    [
+        ({"learning_rate": [1e-6, 3e-6, 1e-5]}, 3),
+        ({"learning_rate": 1e-5, "seed": (1, 2), "beta": [0.0, 0.1]}, 2),
+        ({"temperature": [0.7] * 8, "halve_every": 2, "max_steps": 9}, 8),
+        ({"learning_rate": [1e-5]}, 1),
+        ({"learning_rate": 1e-5}, 4),
+        ({"learning_rate": [1e-6, 3e-6], "students": None}, 2),
+    ],
+)
+def test_without_students_there_are_as_many_members_as_a_list_has_values(options, members):
+    config = PopuLoRAConfig("unused", use_cpu=True, bf16=False, **options)
+    assert (config.students, settle_for_prompts(config).students) == (members, members)
+    stock = {name: value for name, value in options.items() if name in ("learning_rate", "seed", "beta")}
+    if stock == options:
+        assert settle_for_prompts(GRPOConfig("unused", use_cpu=True, bf16=False, **stock)).students == members
+
+
+def test_a_list_set_on_the_finished_config_counts_too():
+    config = PopuLoRAConfig("unused", use_cpu=True, bf16=False)
+    config.learning_rate = [1e-6, 3e-6]
+    assert settle_for_prompts(config).member_values == {"learning_rate": [1e-6, 3e-6]}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"learning_rate": [1e-6, 3e-6, 1e-5], "beta": [0.0, 0.1]}, r"`beta=.*` lists 2 value\(s\) for 3 member\(s\)"),
+        ({"learning_rate": []}, r"`learning_rate=\[\]` lists 0 value\(s\) for 4 member\(s\)"),
+    ],
+)
+def test_lists_that_do_not_tell_how_many_members_there_are_are_refused(options, said):
+    with pytest.raises(ValueError, match=said):
+        settle(**options)
+
+
+def test_a_list_of_adapters_tells_it_too(random_base, tmp_path):
+    for config in (PopuLoRAConfig, GRPOConfig):
+        args = config(str(tmp_path), **SETTINGS)
+        trainer = PopuLoRATrainer(random_base, brief, args, QUESTIONS, peft_config=list_loras([4, 2], [8, 8]))
+        assert [member.settings["lora_r"] for member in trainer.population] == [4, 2]
 
 
 @pytest.mark.parametrize(

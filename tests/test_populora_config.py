@@ -181,7 +181,7 @@ def test_what_a_refusal_suggests_passes_every_check_without_a_warning_of_lone_pr
         ({"top_k": -1}, "`top_k` must be at least 0, got -1"),
         ({"min_p": 2.0}, "`min_p` must be at most 1, got 2.0"),
         ({"students": "2"}, "`students` must be a whole number, got '2'"),
-        ({"students": None}, "`students` must be a whole number, got None"),
+        ({"archive_size": None}, "`archive_size` must be a whole number, got None"),
         ({"learning_rate": "1e-5"}, "`learning_rate` must be a finite number, got '1e-5'"),
         (
             {"learning_rate": [1e-5]},

@@ -80,6 +80,25 @@ def test_without_an_evaluation_of_these_weights_the_best_is_told_otherwise(rando
     assert trainer.describe()["best_student_by"] == "reward on eval_dataset"
 
 
+def test_the_card_names_the_member_whose_adapter_lies_at_the_root(random_base, tmp_path):
+    def pay(completion_ids, member, trainer_state, **columns):
+        return [float(name == best) for name in member]
+
+    trainer = build(random_base, tmp_path, pay, max_steps=1, evolve_every=0, save_strategy="steps", save_steps=1)
+    best = "student_3"
+    trainer.train()
+    told = "root of this repository is **{}**, the member with the highest {}."
+    assert told.format(best, "rating") in (tmp_path / "README.md").read_text()
+    best = "student_1"
+    trainer.evaluate()
+    trainer.save_model()
+    assert read_population(tmp_path)["best_student"] == best
+    assert told.format(best, "reward on eval_dataset") in (tmp_path / "README.md").read_text()
+    (tmp_path / "README.md").unlink()
+    trainer.save_model(tmp_path / "elsewhere")
+    assert not (tmp_path / "README.md").exists(), "the card is of what lies in the run's directory"
+
+
 @pytest.mark.parametrize("evaluates", [False, True], ids=["in training", "in an evaluation"])
 def test_a_member_that_no_function_judges_is_not_the_best(random_base, tmp_path, evaluates):
     def pay(completion_ids, member, **columns):

@@ -135,8 +135,9 @@ class PopuLoRAConfig(GRPOConfig):
 
     Args:
         teachers, students: Number of adapters of each role. When `teachers` is `None`, 4 in the game (paper) and none
-            in a dataset run. With `teachers=0` and a dataset of tasks all students attempt the same
-            `proposals_per_teacher` given tasks in a step, and no others (`docs/guides/curriculum.md`).
+            in a dataset run. When `students` is `None`, 4, or in a dataset run as many as an option lists values. With
+            `teachers=0` and a dataset of tasks all students attempt the same `proposals_per_teacher` given tasks in a
+            step, and no others (`docs/guides/curriculum.md`).
         member_prompts: Which prompts of a dataset the members train on. `"shared"`: all on the same ones, so that
             they can be compared. `"own"`: each on a stream of its own, in an order of its own.
         max_members: Most members that a dataset run may have at a time (`trainer.add_member`). Adapters, optimizer
@@ -299,7 +300,7 @@ class PopuLoRAConfig(GRPOConfig):
 
     # Population
     teachers: int = None  # type: ignore[assignment]  # a number once the config is settled
-    students: int = 4
+    students: int = None  # type: ignore[assignment]  # a number once `__post_init__` has run
     member_prompts: str = "shared"
     max_members: int | None = None
     halve_every: int = 0
@@ -406,6 +407,7 @@ class PopuLoRAConfig(GRPOConfig):
 
     def _settle_for_game(self) -> None:
         """Checks all settings, and derives those that follow from the population."""
+        self._count_students()
         for name, value in GAME_DEFAULTS.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
@@ -506,9 +508,12 @@ class PopuLoRAConfig(GRPOConfig):
             raise self._no_game
         return self
 
-    def for_prompts(self) -> PopuLoRAConfig:
+    def for_prompts(self, adapters: int | None = None) -> PopuLoRAConfig:
         """
         Returns the config of a dataset run that has the settings given here.
+
+        Args:
+            adapters: As in [`settle_for_prompts`].
 
         Raises:
             `ValueError`: If these settings do not make one.
@@ -517,10 +522,10 @@ class PopuLoRAConfig(GRPOConfig):
         given = self._given | later
         settled = object.__new__(type(self))
         settled.__dict__.update(given, _given=given, _settled={}, _no_game=None, member_values={})
-        settled._settle_for_prompts()
+        settled._settle_for_prompts(adapters)
         return settled
 
-    def _settle_for_prompts(self) -> None:
+    def _settle_for_prompts(self, adapters: int | None = None) -> None:
         """Checks the settings of a dataset run, and multiplies TRL's numbers of rows by the number of members."""
         if self._given["teachers"]:
             raise ValueError(
@@ -535,6 +540,7 @@ class PopuLoRAConfig(GRPOConfig):
         for name in GAME_DEFAULTS:
             if getattr(self, name) is None:
                 setattr(self, name, PROMPT_DEFAULTS.get(name, trl_defaults.get(name)))
+        self._count_students(adapters)
         lists = self._take_lists()
         self._check_numbers()
         self._check_lists(lists)
@@ -595,6 +601,12 @@ class PopuLoRAConfig(GRPOConfig):
                 f"{self.students} members are down to one after "
                 f"{(self.students.bit_length() - 1) * self.halve_every} optimizer steps."
             )
+
+    def _count_students(self, adapters: int | None = None) -> None:
+        """Sets `students` where it is `None`: as many as a list has values, or `adapters`, or 4."""
+        if self.students is None:
+            lists = [value for name in MEMBER_OPTIONS if isinstance(value := getattr(self, name), (list, tuple))]
+            self.students = next(filter(None, map(len, lists)), adapters or 4)
 
     def _take_lists(self) -> dict[str, list[Any]]:
         """Returns the options given as lists, and sets each of them to the first value of its list."""
@@ -846,19 +858,21 @@ def _make_default(option: Field) -> Any:
     return option.default_factory() if option.default is MISSING else option.default  # type: ignore[operator]
 
 
-def settle_for_prompts(args: GRPOConfig) -> PopuLoRAConfig:
+def settle_for_prompts(args: GRPOConfig, adapters: int | None = None) -> PopuLoRAConfig:
     """
     Returns the config of a dataset run.
 
     Args:
         args: A [`PopuLoRAConfig`], or TRL's own config. Values of TRL's config stay, and the options that only a
             `PopuLoRAConfig` has get their defaults.
+        adapters: Number of the adapter configs, if they are a list. It is the number of members if `students` is
+            `None` and no option is a list.
 
     Raises:
         `ValueError`: If these settings do not make a dataset run.
     """
     if isinstance(args, PopuLoRAConfig):
-        return args.for_prompts()
+        return args.for_prompts(adapters)
     given = {each.name: getattr(args, each.name) for each in fields(args) if each.init}
     known = {each.name: each for each in fields(PopuLoRAConfig)}
     settled = object.__new__(PopuLoRAConfig)
@@ -868,7 +882,7 @@ def settle_for_prompts(args: GRPOConfig) -> PopuLoRAConfig:
     given["generation_batch_size"] = None
     settled.__dict__.update(own, **{name: value for name, value in given.items() if name in known})
     settled.__dict__.update(_given=dict(vars(settled)), _settled={}, _no_game=None, member_values={})
-    settled._settle_for_prompts()
+    settled._settle_for_prompts(adapters)
     return settled
 
 

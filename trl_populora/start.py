@@ -76,13 +76,14 @@ JOINING = ("learning_rate", "beta", "epsilon", "temperature")  # what a member t
 TRL_RATE = next(each.default for each in fields(GRPOConfig) if each.name == "learning_rate")
 
 
-def settle(args: Any, train_dataset: Any) -> PopuLoRAConfig:
+def settle(args: Any, train_dataset: Any, peft_config: Any = None) -> PopuLoRAConfig:
     """
     Returns the settings of a dataset run if `train_dataset` has prompts, else those of a game.
 
     Args:
         args: What the trainer was given. A dataset run also takes TRL's own config.
         train_dataset: What the trainer was given.
+        peft_config: What the trainer was given. A list may say how many members a dataset run has.
 
     Raises:
         `TypeError`: If `args` has another type.
@@ -91,7 +92,8 @@ def settle(args: Any, train_dataset: Any) -> PopuLoRAConfig:
     prompts = has_prompts(train_dataset)
     if not isinstance(args, GRPOConfig if prompts else PopuLoRAConfig):
         raise TypeError(f"`args` must be a `PopuLoRAConfig` (it extends `GRPOConfig`), got `{type(args).__name__}`.")
-    return settle_for_prompts(args) if prompts else args.for_game()
+    adapters = len(peft_config) if isinstance(peft_config, (list, tuple)) else None
+    return settle_for_prompts(args, adapters) if prompts else args.for_game()
 
 
 def check_setup(

@@ -120,7 +120,7 @@ class PopuLoRATrainer(HubTrainer):
       name that another metric has is refused then.
     - `_get_output_dir` and `_save_checkpoint` write a checkpoint aside, and move it into place when it is whole.
     - `save_model` and `_save` write an ordinary PEFT directory per member, and outside of checkpoints the best student
-      at the root.
+      at the root, and the run's card.
     - `_load_best_model`, `_load_from_checkpoint`, `_load_optimizer_and_scheduler` and `_load_rng_state` restore the
       members (DeepSpeed restores them itself), the state of the game, and the loss that is not logged yet.
     - [`~trl_populora.hub.push.HubTrainer`], the base class between this one and TRL's, writes the population's card
@@ -143,7 +143,8 @@ class PopuLoRATrainer(HubTrainer):
         reward_processing_classes, callbacks: As in TRL.
         quantization_config: Loads the base in 4 or 8 bits (`pip install -e ".[quantization]"`).
         peft_config: Adapter of every member; rank 32, alpha 64, all linear layers when `None`. In a dataset run a list
-            has one for each member; they may differ in `r` and `lora_alpha`.
+            has one for each member; they may differ in `r` and `lora_alpha`. If `args.students` is `None`, there are
+            as many members.
 
     Raises:
         `TypeError`: If `args` is no [`PopuLoRAConfig`] (in a dataset run, no `GRPOConfig`), a reward function cannot
@@ -196,7 +197,7 @@ class PopuLoRATrainer(HubTrainer):
         peft_config: LoraConfig | list[LoraConfig] | None = None,
         **unsupported: Any,
     ):
-        args = start.settle(PopuLoRAConfig("populora") if args is None else args, train_dataset)
+        args = start.settle(PopuLoRAConfig("populora") if args is None else args, train_dataset, peft_config)
         prompts = has_prompts(train_dataset)
         lora_configs = start.list_lora_configs(peft_config, args, prompts)
         widest = find_widest(lora_configs)
@@ -1258,6 +1259,8 @@ class PopuLoRATrainer(HubTrainer):
         checkpoint.save(where, self.model_wrapped, self.population, self.archive, tokenizer, about, write)
         if write and self.staging.directory is None:
             push.place_best_student(Path(where))
+            if Path(where).resolve() == Path(self.args.output_dir).resolve():
+                self.create_model_card()  # it names the student whose adapter lies beside it
 
     def _load_best_model(self):
         best = Path(self.state.best_model_checkpoint)
