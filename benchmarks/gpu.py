@@ -194,6 +194,14 @@ PARTS = (
         ROUTING_EXPECTED,
     ),
     Part(
+        "overlap",
+        4,
+        "overlap.py --seven --rank 32 --sizes 16 48 --repeats 4",
+        "overlap.py --dry-run",
+        {"overlapping against two waves": "largest.ratio", "its iterations": "largest.iterations_ratio"},
+        {},
+    ),
+    Part(
         "update, 8 against 1",
         3,
         "joint_training.py --preset 7b --only members --members 8 --set rounds=1 steps=2",

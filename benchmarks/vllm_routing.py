@@ -75,8 +75,16 @@ def make_half_billion(directory: str) -> str:
     return directory
 
 
-def make_generation(base: str, rank: int, dtype: torch.dtype, directory: str, tokens: int = 1) -> tuple:
-    """`(generation, model, names, router)` of eight members, which say so many tokens."""
+def make_generation(
+    base: str,
+    rank: int,
+    dtype: torch.dtype,
+    directory: str,
+    tokens: int = 1,
+    rows: int = MEMBERS * ROWS_PER_MEMBER,
+    share: float = 0.2,  # of the card: here come three engines, one after the other, and not each gives all of it back
+) -> tuple:
+    """`(generation, model, names, router)` of eight members, which say so many tokens in so many rows at a time."""
     names, router = [f"member_{i}" for i in range(MEMBERS)], Router()
     model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype).to(DEVICE)
     model = add_members(
@@ -90,11 +98,11 @@ def make_generation(base: str, rank: int, dtype: torch.dtype, directory: str, to
         accelerator=Accelerator(cpu=DEVICE.type == "cpu"),
         processing_class=None,
         max_model_length=512,
-        max_num_seqs=MEMBERS * ROWS_PER_MEMBER,
-        gpu_memory_utilization=0.2,  # three engines, one after the other, and not each gives all of it back
+        max_num_seqs=rows,
+        gpu_memory_utilization=share,
         max_completion_length=tokens,
         generation_kwargs={"ignore_eos": True},
-        engine_kwargs={"enforce_eager": True} if DEVICE.type == "cpu" else graphs_up_to(MEMBERS * ROWS_PER_MEMBER),
+        engine_kwargs={"enforce_eager": True} if DEVICE.type == "cpu" else graphs_up_to(rows),
     )
     return generation, model, names, router
 

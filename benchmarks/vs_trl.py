@@ -67,6 +67,7 @@ from trl.generation import vllm_generation  # noqa: E402
 from trl_populora import trainer as populora_trainer  # noqa: E402
 from trl_populora.assets import resolve_model_path  # noqa: E402
 from trl_populora.config import PopuLoRAConfig  # noqa: E402
+from trl_populora.generate.vllm import list_graph_sizes  # noqa: E402
 from trl_populora.step import play as step_play  # noqa: E402
 from trl_populora.step.pay import Answer, Outcome, Rules  # noqa: E402
 from trl_populora.step.player import Completion  # noqa: E402
@@ -290,8 +291,7 @@ def graphs_up_to(rows: int) -> dict[str, Any]:
     Arguments with which vLLM starts soon on a GPU: it compiles nothing, and records CUDA graphs for so many rows at
     most.
     """
-    sizes = [size for size in (8, 16, *range(32, rows, 32)) if size < rows]
-    graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [*sizes, rows]}
+    graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": list_graph_sizes(rows)}
     return {"compilation_config": {"mode": 0, **graphs}}
 
 

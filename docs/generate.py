@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from trl import GRPOConfig
 
 from trl_populora.config import PopuLoRAConfig
+from trl_populora.hub.card import write_card
 from trl_populora.sandbox.soft import MODULES as IMPORTABLE
 from trl_populora.sandbox.soft import SCRAMBLING
 
@@ -55,6 +58,20 @@ are not there.
 `docs/generate.py` writes this page.
 """
 
+CARD = """\
+# A population's card
+
+The card that [`populora push`](../guides/share.md#push) writes for a population, here for that of a quick start (seed
+0, on two CPU cores, 2026-11-28). The Hub reads the YAML, for its search and its tables of scores. A pushed card also
+has pictures, below the scores; here they are left out.
+
+`docs/generate.py` writes this page with the code that writes every card, from that run's
+[`population.json`](../quickstart_run/population.json) and [`lineage.jsonl`](../quickstart_run/lineage.jsonl).
+
+```yaml
+{metadata}```
+{body}"""
+
 
 def write_default(setting: Field) -> str:
     value = setting.default if setting.default is not MISSING else setting.default_factory()
@@ -90,7 +107,20 @@ def modules_page() -> str:
     return MODULES.format(scrambling=scrambling, modules="\n".join(f"* `{name}`" for name in IMPORTABLE))
 
 
-PAGES: dict[str, Callable[[], str]] = {"reference/settings.md": settings_page, "reference/modules.md": modules_page}
+def card_page() -> str:
+    with TemporaryDirectory() as place:
+        shutil.copytree(ROOT / "quickstart_run", place, dirs_exist_ok=True)
+        write_card(Path(place), "me/quickstart")
+        _, metadata, body = Path(place, "README.md").read_text(encoding="utf-8").split("---\n", 2)
+    # The card's headings stand one level lower: a page has one title.
+    return CARD.format(metadata=metadata, body=re.sub("^#", "##", body, flags=re.MULTILINE))
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "reference/settings.md": settings_page,
+    "reference/modules.md": modules_page,
+    "reference/card.md": card_page,
+}
 
 
 if __name__ == "__main__":

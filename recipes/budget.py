@@ -32,6 +32,7 @@ from trl import ModelConfig, TrlParser
 from trl_populora.assets import resolve_model_path
 from trl_populora.cli import TrainArguments
 from trl_populora.config import MemberConfig, PopuLoRAConfig
+from trl_populora.generate.publish import count_slots
 from trl_populora.generate.transformers import READ_SHARE
 from trl_populora.step.microbatch import estimate_pair_cost
 from trl_populora.tasks import CodeO
@@ -47,6 +48,8 @@ TRAINING_UTILIZATION = 0.35  # of peak FLOP/s; 0.47 was measured on an H200 with
 DECODING_UTILIZATION = 0.6  # of peak bandwidth or FLOP/s
 LORA_SLOWDOWN = 1.5  # serving adapters costs a third of the decoding rate, however many there are (vLLM PR 11267)
 MEAN_COMPLETION = 0.3  # of `max_completion_length`
+
+SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's values of `max_lora_rank`
 
 # Measured on an H200 with bases of 28 and 30 layers (benchmarks/RESULTS.md): seconds a layer takes to start its
 # kernels, members' included, however little they have to do. Other hosts are faster or slower at it than that one.
@@ -124,6 +127,15 @@ class Shape:
         """One LoRA adapter on all linear layers but the head."""
         h, q, kv, i = self.hidden_size, self.query_size, self.key_value_size, self.intermediate_size
         return self.num_hidden_layers * rank * (2 * (h + q) + 2 * (h + kv) + 3 * (h + i))
+
+    def slot_parameters(self, rank: int, everywhere: bool = False) -> int:
+        """
+        What vLLM's kernels keep for one adapter of that rank: of the next rank that vLLM serves, on all linear layers
+        but the head, or everywhere, on embeddings and head, too.
+        """
+        served = min(size for size in SERVED_RANKS if size >= rank)
+        both = 2 * served * (self.vocab_size + self.hidden_size) if everywhere else 0
+        return self.adapter_parameters(served) + both
 
     @property
     def linear_parameters(self) -> int:
@@ -233,8 +245,17 @@ class Budget:
     on_one_gpu: float
 
     @property
+    def moment_fits(self) -> bool:
+        return self.on_one_gpu <= self.gpu_memory
+
+    @property
+    def engine_fits(self) -> bool:
+        """Whether the engine has room for a cache; without vLLM it needs none."""
+        return self.cache_tokens > 0 or not self.engine
+
+    @property
     def fits(self) -> bool:
-        return self.on_one_gpu <= self.gpu_memory and (self.cache_tokens > 0 or not self.engine)
+        return self.moment_fits and self.engine_fits
 
 
 def prompt_tokens(references: int, longest: bool) -> int:
@@ -267,10 +288,12 @@ def memory(args: PopuLoRAConfig, model: ModelConfig, shape: Shape, gpu: Gpu, pro
         fullest = sum(held.values()) + max(sum(update.values()), sum(playing.values()))
         return Budget(held, update, playing, {}, 0.0, args.generation_tokens or 0, gpu.memory, fullest)
     colocated = args.vllm_mode == "colocate"
-    rows = args.rows_per_step // engines_of(args, processes)
+    rows, members = args.rows_per_step // engines_of(args, processes), args.teachers + args.students
+    # A server (recipes/serve.sh) has a slot for each member, and serves adapters of embeddings and head, too.
+    slots = count_slots(members) if colocated else members
     engine = {
         "base, bf16": 2 * shape.parameters,
-        "members, bf16": 2 * adapters,
+        f"{slots} adapters, bf16": 2 * slots * shape.slot_parameters(model.lora_r, everywhere=not colocated),
         "sampler, fp32": 2 * 4 * rows * shape.vocab_size,
         "a batch of 4096 tokens": 4096 * shape.layer_bytes_per_token / 2,
         "CUDA graphs": GRAPHS,
@@ -400,9 +423,9 @@ def enlarge(path: str, members: int | None, world: int) -> tuple[PopuLoRAConfig,
 
 def engines_of(args: PopuLoRAConfig, processes: int) -> int:
     """Engines that share a step's rows: one per process, with or without vLLM, or the servers of the list."""
-    return (
-        processes if args.vllm_mode == "colocate" or not args.use_vllm else len(args.vllm_server_base_url.split(","))
-    )
+    if args.vllm_mode == "colocate" or not args.use_vllm:
+        return processes
+    return len((args.vllm_server_base_url or "").split(","))  # without a list one server, by host and port
 
 
 def main() -> None:
@@ -429,14 +452,30 @@ def main() -> None:
     print(f"{args.rows_per_step} rows a step, {parts} micro-batches per process\n")
     print_memory(args, columns)
     engines, total = engines_of(args, world), None
-    if columns[0].cache_tokens > 0 or not columns[0].engine:
+    if columns[0].engine_fits:
         at = (engines, world, columns[0].cache_tokens, rows[0], model.load_in_4bit)
         total = print_seconds(args, shape, rows[0], seconds(args, shape, gpu, *at))
     if options.nodes > 1:
         served = engines if args.use_vllm and args.vllm_mode == "server" else 0
         adapters = (args.teachers + args.students) * shape.adapter_parameters(model.lora_r)
         print_nodes(args, adapters, Nodes(options.nodes, options.processes, parts, served), rows[0], total)
-    print("Fits." if all(column.fits for column in columns) else "Does not fit.")
+    print(tell_fit(*columns))
+
+
+def tell_fit(at_the_start: Budget, at_the_limits: Budget) -> str:
+    """Says that all fits, or what does not fit, when, and by how much."""
+    columns = {"at the start": at_the_start, "at the limits": at_the_limits}
+    lacks = [
+        f"the fullest moment {when} needs {each.on_one_gpu / GIB:.1f} of {each.gpu_memory / GIB:.1f} GiB"
+        for when, each in columns.items()
+        if not each.moment_fits
+    ]
+    # The longest prompts change nothing in an engine without its cache.
+    if not at_the_start.engine_fits:
+        needed = sum(at_the_start.engine.values())
+        share = at_the_start.engine_memory / GIB
+        lacks.append(f"an engine without its cache needs {needed / GIB:.1f} of {share:.1f} GiB")
+    return f"Does not fit: {'; '.join(lacks)}." if lacks else "Fits."
 
 
 def print_seconds(args: PopuLoRAConfig, shape: Shape, like: Rows, phases: dict[str, float]) -> float:

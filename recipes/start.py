@@ -8,7 +8,7 @@
 """A population from one file: `uv run recipes/start.py`, with `--model Qwen/Qwen2.5-0.5B-Instruct` on another base.
 
 uv makes the environment that the head of this file asks for. In a clone the package is the folder above; elsewhere
-name a wheel there, `trl-populora = { url = "https://.../trl_populora-0.1.0-py3-none-any.whl" }`. With that it runs on
+name a wheel there, `trl-populora = { url = "https://.../trl_populora-0.2.0-py3-none-any.whl" }`. With that it runs on
 a machine of the Hub, too (not tried):
 
     hf jobs uv run --flavor a10g-small --secrets HF_TOKEN start.py --model Qwen/Qwen2.5-0.5B-Instruct --repo me/them

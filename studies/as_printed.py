@@ -92,8 +92,8 @@ def measure_members(path: Path) -> dict[str, float]:
         share = number // len(students)
         mixed = {form for each in forms.values() for form in each[-share:]}
         each = [len(set(of[-share * len(students) :])) for of in forms.values()]
-        figures["forms of code_f answers, of one student"] = fmean(each) / (share * len(students))
-        figures["the same, of all students mixed"] = len(mixed) / (share * len(students))
+        figures["forms per code_f answer of one student"] = fmean(each) / (share * len(students))
+        figures["more of them if all students' are mixed"] = (len(mixed) - fmean(each)) / (share * len(students))
     proposals = sum(row["role"] == "teacher" and row["step"] > since for row in run.rows)
     refused: Counter[str] = Counter()
     for entry in run.history:

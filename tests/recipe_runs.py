@@ -83,7 +83,7 @@ def check_run(name: str, run: Path, vllm: bool = False) -> list[dict]:
     if vllm:
         # A step in which no row has an advantage computes none, and tells no difference.
         told = [entry["sampling/sampling_logp_difference/mean"] for entry in steps]
-        assert all(difference is None or difference < 1e-3 for difference in told)
+        assert max(difference for difference in told if difference is not None) < 1e-3
         told = set.intersection(*map(glossary.explained, steps))
         assert {row for row in glossary.SOME_SETTINGS if row.startswith("sampling/")} <= told
     return steps
@@ -95,6 +95,7 @@ def check_zero2(name: str, directory: Path, **overrides) -> None:
     arguments = arguments_of(name, directory / "run", **overrides)
     script = [str(ROOT / "tests" / "recipe_worker.py"), str(directory / "result.json"), *arguments]
     vllm = "use_vllm" in overrides
+    arguments += ["--reward_funcs", "tests.populora_run:letters"]  # a random base is worth the same in all its rows
     run_script([*launch("cpu_zero2.yaml"), *script], directory / "log", extras=["vllm"] if vllm else ())
     assert json.loads((directory / "result.json").read_text()) == {"world": 2, "stage": 2, "connected": False}
     check_run(name, directory / "run", vllm)

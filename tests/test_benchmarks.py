@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import gpu  # noqa: E402
 import gpu_population  # noqa: E402
+import overlap  # noqa: E402
 import ratings  # noqa: E402
 import scaling  # noqa: E402
 import step_at_7b  # noqa: E402
@@ -27,6 +28,7 @@ from trl_populora.population.members import Population  # noqa: E402
 from trl_populora.population.ratings import Match  # noqa: E402
 from trl_populora.tasks import load_seed_tasks  # noqa: E402
 
+from .vllm_models import ENGINE_ENVIRONMENT  # noqa: E402
 from .without_extras import without_extras  # noqa: E402
 
 
@@ -75,6 +77,64 @@ class TestStepAt7b:
         found = step_at_7b.least_seconds(shape, card, rows)
         assert found == pytest.approx(reading + 3 * weights, rel=0.01)
         assert found > reading + 3 * weights, "the cache is read, too"
+
+
+def make_group(pair: int, proposal: int, *attempts: int) -> overlap.Group:
+    return overlap.Group(pair, 10, proposal, 10, attempts)
+
+
+class TestOverlap:
+    @pytest.mark.parametrize(
+        ("at_once", "waves", "together"),
+        [
+            (4, 5 + 4, max(3 + 4, 5 + 2)),
+            # Two at a time: the attempt of 4 begins after 3, that of 2 after 5, and both end after 7.
+            (2, 5 + 4, 3 + 4 + 1),
+            (1, 3 + 5 + 4 + 2 + 1, 3 + 5 + 4 + 2 + 1),
+        ],
+    )
+    def test_an_attempt_begins_when_its_own_proposal_has_ended(self, at_once, waves, together):
+        step = [make_group(0, 3, 4), make_group(1, 5, 2, 1)]
+        assert overlap.work_out(step, at_once, overlapping=False).iterations == waves
+        assert overlap.work_out(step, at_once, overlapping=True).iterations == together
+
+    def test_the_least_seconds_are_those_of_reading_the_weights(self):
+        """Three iterations with one row, and four with two."""
+        work = overlap.work_out([make_group(0, 3, 4, 4)], 2, overlapping=True)
+        weights = 2 * overlap.SEVEN.parameters / overlap.CARD.bandwidth / step_at_7b.DECODING_UTILIZATION
+        assert work.iterations == 7
+        assert 7 * weights < work.seconds < 7.001 * weights, "the cache is read, too"
+
+    def test_completions_of_one_length_gain_nothing(self):
+        assert overlap.compare(overlap.draw_steps(16, lambda: 20, 1), 144)["iterations_ratio"] == 1.0
+
+    def test_the_recorded_steps_are_taken_apart_and_joined(self):
+        steps = overlap.read_steps(overlap.LENGTHS)
+        assert {len(step) for step in steps} == {48}
+        assert {len(group.attempts) for step in steps for group in step} == {8}
+        for size, count in ((16, 36), (48, 12), (96, 6)):
+            found = overlap.of_size(steps, size)
+            assert len(found) == count
+            for step in found:
+                assert [sum(group.pair == pair for group in step) for pair in range(4)] == [size // 4] * 4
+        with pytest.raises(ValueError, match="20 proposals are neither a part nor a multiple of the 48"):
+            overlap.of_size(steps, 20)
+
+    @pytest.mark.walk
+    def test_the_engine_makes_the_iterations_that_are_worked_out(self):
+        pytest.importorskip("vllm", reason="vLLM is not installed")
+        done = subprocess.run(
+            [sys.executable, overlap.__file__, "--dry-run"],
+            env=without_extras(but=["vllm"]) | ENGINE_ENVIRONMENT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        (counted,) = gpu.figures_in(done.stdout)["iterations"].values()
+        step = overlap.of_size(overlap.read_steps(overlap.LENGTHS), 4)[0]
+        for way, iterations in counted.items():
+            assert iterations == overlap.work_out(step, 36, way == "overlapping").iterations
 
 
 class TestScaling:

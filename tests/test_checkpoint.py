@@ -350,7 +350,7 @@ def other_rank(root: Path) -> None:
 
 
 def of_an_earlier_version(root: Path) -> None:
-    """Rows stood by themselves in 0.1.0's first weeks."""
+    """Rows stood by themselves in early checkpoints."""
     path = root / "rank_state_0.pt"
     state = torch.load(path)
     torch.save({name: value for name, value in state.items() if name != "played"} | {"rows": [], "idle": []}, path)

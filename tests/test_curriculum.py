@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 
@@ -82,14 +84,26 @@ def test_without_shuffling_tasks_come_in_the_order_of_the_table(sandbox):
 
 
 def test_ranks_share_the_tasks_of_a_step(sandbox):
-    shares = []
-    for rank in range(2):
-        game = make_game(sandbox, tasks(6), None, lambda *_: "", teachers=0, students=2, proposals=4)
-        game.player.rank, game.player.world = rank, 2
-        game.player.gather = lambda value: [value, value]
-        shares.append({row.task_id for row in play(game, 0).rows})
+    told, both = [None, None], Barrier(2, timeout=60)
+
+    def play_rank(rank: int):
+        def gather(value):
+            told[rank] = value
+            both.wait()  # each has told its value
+            found = [*told]
+            both.wait()  # each has read both
+            return found
+
+        ranks = {"rank": rank, "world": 2, "gather": gather}
+        game = make_game(sandbox, tasks(6), None, solve_by_plan, teachers=0, students=2, proposals=4, ranks=ranks)
+        return play(game, 0)
+
+    with ThreadPoolExecutor(2) as pool:
+        played = list(pool.map(play_rank, range(2)))
+    shares = [{row.task_id for row in each.rows} for each in played]
     assert [len(share) for share in shares] == [2, 2]
     assert not shares[0] & shares[1]
+    assert played[0].metrics["solve/rate"] == played[1].metrics["solve/rate"], "of all tasks"
 
 
 def test_solve_rates_are_told_and_what_teachers_do_is_not_known(sandbox):

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from datasets import Dataset
+from transformers import TrainerState
 from trl import GRPOConfig, TrlParser
 
 from tests import glossary
@@ -19,7 +20,7 @@ from tests.launching import launch, run_script
 from tests.populora_run import ON_PROMPTS, assert_files_equal
 from tests.prompt_runs import QUESTIONS
 from tests.recipe_runs import PROMPTS, ROOT
-from tests.small_run import small_lora
+from tests.small_run import QUIET, small_lora
 from trl_populora import PopuLoRATrainer, cli
 from trl_populora.config import MemberConfig, PopuLoRAConfig
 from trl_populora.hub.card import write_card
@@ -29,7 +30,7 @@ from trl_populora.report.plots import PLOTS, plot_run
 from trl_populora.report.table import list_members, print_population, tell_best
 from trl_populora.run.callbacks import STEPS, PromptAlarms, format_evaluation, format_step
 from trl_populora.run.checkpoint import find_newest
-from trl_populora.run.read import METRICS, TIMES, classify_log, list_rewards, read_lines, read_population
+from trl_populora.run.read import METRICS, TIMES, classify_log, list_idle, list_rewards, read_lines, read_population
 from trl_populora.tasks.script import PromptArguments, find_reward_functions, read_prompts
 
 
@@ -335,6 +336,23 @@ def test_members_without_any_advantage_are_named_at_the_end(random_base, tmp_pat
     assert [each["learned"] for each in saved] == [name != "student_1" for name in trainer.population.names]
 
 
+def test_a_newborn_without_any_advantage_is_named_after_ten_steps(random_base, tmp_path, caplog):
+    def pay(completion_ids, trainer_state, **columns):
+        return [1.0 if trainer_state.global_step > 1 else sum(ids) % 7 for ids in completion_ids]
+
+    options = {name: value for name, value in ON_PROMPTS.items() if name != "on_prompts"}
+    options |= {"evolve_every": 2, "evolve_burn_in": 0, "max_steps": 3, "save_strategy": "no"}
+    trainer = PopuLoRATrainer(
+        random_base, pay, PopuLoRAConfig(str(tmp_path), **options), QUESTIONS, peft_config=small_lora()
+    )
+    trainer.train()
+    told = trainer.describe()
+    (child,) = [member for member in told["members"] if member["learned"] is False]
+    assert (child["version"], child["born"]) == (1, 2)
+    assert "did not learn" not in caplog.text, "one generation may be bad luck"
+    assert list_idle(told | {"step": 12}) == [f"{child['name']}@1"]
+
+
 def parse(*options: str) -> tuple:
     parser = TrlParser((cli.TrainArguments, PopuLoRAConfig, MemberConfig, PromptArguments))
     return parser.parse_args_and_config([*options])
@@ -420,14 +438,10 @@ class TestOptions:
 
 
 class TestAlarms:
-    class State:
-        is_world_process_zero = True
-        global_step = 0
-
     def play(self, logs: list[dict]) -> list[str]:
         alerts: list[str] = []
         alarms = PromptAlarms(["judge"], lambda *told: alerts.append(told[1]))
-        state, args = self.State(), GRPOConfig("unused", use_cpu=True, bf16=False, report_to="none")
+        state, args = TrainerState(max_steps=len(logs)), PopuLoRAConfig("unused", **QUIET).for_prompts()
         alarms.on_train_begin(args, state, None)
         for step, entry in enumerate(logs, 1):
             state.global_step = step

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from trl_populora.population import factors as linear_algebra
 from trl_populora.report.difference import (
     FEWEST,
     compare_members,
@@ -40,6 +41,13 @@ def test_cosines_are_those_of_the_updates(finished):
         for row, expected in zip(compare_members(run, role), wanted, strict=True):
             assert row == pytest.approx(expected, abs=1e-6)
     assert measure_difference(run).cosines.keys() == {"teacher", "student"}
+
+
+def test_each_product_of_two_members_is_computed_once(finished, monkeypatch):
+    pairs, multiply = [], linear_algebra._multiply_products
+    monkeypatch.setattr(linear_algebra, "_multiply_products", lambda *pair: pairs.append(pair) or multiply(*pair))
+    assert len(compare_members(load_run(finished), "student")) == 2
+    assert len(pairs) == 3
 
 
 def test_members_that_are_not_saved_are_not_compared(finished, tmp_path):

@@ -11,7 +11,7 @@ import torch
 from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, GenerationConfig
 
 from tests.small_run import small_trainer
 from trl_populora import cli
@@ -123,6 +123,25 @@ def test_the_mean_of_the_students_is_the_mean_of_their_updates(run, random_base,
     assert AutoTokenizer.from_pretrained(out)
     assert not list(out.glob("*/")), "everything lies in the directory itself"
     assert (out / "adapter_config.json").exists() != merge
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_base_that_is_saved_quantised_is_merged_dequantised(run, random_base, tmp_path, caplog, bits):
+    pytest.importorskip("bitsandbytes", reason="needs the `quantization` extra")
+    rounded, root, out = tmp_path / "rounded", tmp_path / "run", tmp_path / "out"
+    quantised = BitsAndBytesConfig(**{f"load_in_{bits}bit": True})
+    AutoModelForCausalLM.from_pretrained(random_base, quantization_config=quantised).save_pretrained(rounded)
+    shutil.copytree(run.args.output_dir, root)
+    saved = json.loads((root / "population.json").read_text())
+    (root / "population.json").write_text(json.dumps(saved | {"base_model": str(rounded)}))
+    export_member(str(root), out, MEMBER, merge=True)
+    assert "is saved quantised" in caplog.text
+    merged = AutoModelForCausalLM.from_pretrained(out)
+    assert not hasattr(merged.config, "quantization_config")
+    expected = AutoModelForCausalLM.from_pretrained(rounded).dequantize()
+    expected = PeftModel.from_pretrained(expected, root / "members" / MEMBER).merge_and_unload()
+    for name, weight in expected.named_parameters():
+        torch.testing.assert_close(merged.get_parameter(name), weight)
 
 
 def test_the_best_student_is_exported_when_none_is_named(run, tmp_path):

@@ -118,13 +118,6 @@ def test_saved_and_restored_it_goes_on_as_before():
     assert one.state_dict() == other.state_dict()
 
 
-def test_a_state_with_solve_rates_still_loads():
-    """Checkpoints of before 0.1.0 have them, for a pay that is gone."""
-    features = Features(window=4)
-    features.load_state_dict({"tasks": [[["Add"], 0.5], [["Mod"], None]]})
-    assert features.state_dict() == {"tasks": [["Add"], ["Mod"]]}
-
-
 def test_a_smaller_window_keeps_the_newest():
     large, small = Features(window=16), Features(window=8)
     for words in [("Add",)] * 8 + [("Mod",)] * 8:

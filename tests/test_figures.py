@@ -166,8 +166,9 @@ def test_pages_have_the_seconds_of_a_step_at_7b_that_are_kept():
         row = "update and rest" if phase == "update" else phase
         shown = [re.sub(r"(?<!\d)\.", "0.", cell) for cell in cells(section, f"{row}, seconds")]
         assert shown[:2] == [told[side][phase] for side in ("ours", "trl")]
-    assert f"{kept['rows']} rows a step, completions of {kept['completion']}," in section
-    assert "Half of the rows have an\nadvantage, and eight attempts share a prompt" in section
+    text = " ".join(section.split())
+    assert f"{kept['rows']} rows a step, completions of {kept['completion']}," in text
+    assert "Half of the rows have an advantage, and eight attempts share a prompt" in text
     assert (kept["live_rows"], kept["attempts"]) == (0.5, 8)
     gpu = (ROOT / "docs" / "guides" / "gpu.md").read_text()
     assert f"({told['ours']['step']} s against {told['trl']['step']})" in gpu

@@ -20,7 +20,9 @@ from .without_extras import without_extras  # noqa: E402
 
 
 NEEDED = {"7B in 4 bits": ["bitsandbytes"], "tests": ["bitsandbytes"]}
-NEEDED |= {name: ["vllm"] for name in ("tests on vLLM", "publishing", "7B long", "mixed rows", "sweep on vLLM")}
+NEEDED |= {
+    name: ["vllm"] for name in ("tests on vLLM", "publishing", "7B long", "mixed rows", "overlap", "sweep on vLLM")
+}
 ONLY_WITH_VLLM = {"logp_difference", "publish_ratio_vs_trl"}
 ONLY_ON_A_GPU = {"gpu", "memory_gib", "used_gib", "share_of_peak"}
 ONLY_ON_A_GPU |= {f"share_of_peak.{phase}" for phase in ("generate", "solve", "update")}

@@ -16,7 +16,7 @@ from tests import held_out_worker
 from tests.games import Ranks
 from tests.populora_run import EVALUATED, HELD_OUT, Letters, assert_equal, cut_run, make_trainer, state_of
 from tests.vllm_models import ENGINE_ENVIRONMENT
-from trl_populora.evaluate.held_out import HeldOut, Tried, attempt, rate_at_effort, scores, share_efforts
+from trl_populora.evaluate.held_out import HeldOut, Tried, attempt, compare_efforts, rate_efforts, scores
 from trl_populora.lora.members import read_member
 from trl_populora.population.members import Population
 from trl_populora.report.load import load_evaluations, load_history
@@ -80,24 +80,27 @@ def answers(number: int, right: int, thinking: bool, length: int) -> list[Tried]
 class TestEffort:
     """Answers of like effort think likewise and have like lengths: 4 to 7 tokens, 8 to 15, 16 to 31, ..."""
 
-    BASE = share_efforts([*answers(90, 27, False, 5), *answers(10, 8, True, 100)])
+    BASE = rate_efforts([*answers(90, 27, False, 5), *answers(10, 8, True, 100)])
 
-    def test_shares(self):
-        assert self.BASE == {"plain 3": 0.9, "thinks 7": 0.1}
+    def compare(self, *parts: list[Tried]) -> tuple[float, float] | None:
+        return compare_efforts(rate_efforts([each for part in parts for each in part]), self.BASE)
+
+    def test_rates(self):
+        assert self.BASE == {"plain 3": (90, 0.3), "thinks 7": (10, 0.8)}
 
     def test_equal_rates_at_each_effort_are_no_gain_however_often_they_think(self):
-        later = [*answers(20, 6, False, 7), *answers(80, 64, True, 127)]
-        assert rate_at_effort(later, self.BASE) == pytest.approx(0.9 * 0.3 + 0.1 * 0.8)
+        assert self.compare(answers(20, 6, False, 7), answers(80, 64, True, 127)) == (pytest.approx(0), 1)
 
     def test_longer_answers_count_only_if_there_are_none_as_long(self):
         longer = answers(50, 50, True, 200)
         plain, alike = answers(20, 6, False, 7), answers(10, 5, True, 64)
-        assert rate_at_effort([*plain, *longer, *alike], self.BASE) == pytest.approx(0.9 * 0.3 + 0.1 * 0.5)
-        assert rate_at_effort([*plain, *longer, *alike[1:]], self.BASE) == pytest.approx(0.9 * 0.3 + 0.1)
+        assert self.compare(plain, longer, alike) == (pytest.approx(0.1 * (0.5 - 0.8)), 1)
+        assert self.compare(plain, longer, alike[1:]) == (pytest.approx(0.1 * (1 - 0.8)), 1)
 
-    def test_nothing_is_said_if_too_few_think_as_the_base_does(self):
-        assert rate_at_effort([*answers(9, 9, False, 5), *answers(90, 9, True, 100)], self.BASE) is None
-        assert rate_at_effort(answers(100, 50, False, 5), self.BASE) is None
+    def test_answers_without_their_like_do_not_count(self):
+        assert self.compare(answers(9, 9, False, 5), answers(90, 81, True, 100)) == (pytest.approx(0.1), 0.1)
+        assert self.compare(answers(100, 50, False, 5)) == (pytest.approx(0.2), 0.9)
+        assert self.compare(answers(9, 9, False, 5)) is None
 
 
 def by_hash(task: str, *sample) -> bool:
@@ -395,12 +398,12 @@ def test_scores_on_other_tasks_are_not_taken_for_those_of_the_base(caplog):
     """A run may be resumed with another `eval_dataset`."""
     tasks = [Task(**{key: tuple(v) if isinstance(v, list) else v for key, v in row.items()}) for row in HELD_OUT]
     known = {"": {"base/solve_rate": 0.5}, "hard": {"base/solve_rate": 0.1}}
-    shares = {"": {"plain 3": 1.0}, "hard": {"plain 4": 1.0}}
-    state = HeldOut({"": tasks, "hard": tasks[:1]}, 2, 8, 0, known, shares, {"student_0@0": 0.25}).state_dict()
+    efforts = {"": {"plain 3": [90, 0.3]}, "hard": {"plain 4": [10, 1.0]}}
+    state = HeldOut({"": tasks, "hard": tasks[:1]}, 2, 8, 0, known, efforts, {"student_0@0": 0.25}).state_dict()
     changed, older = (HeldOut({"": tasks[1:], "hard": tasks[:1]}, 2, 8, 0) for _ in range(2))
     changed.load_state_dict(state)
     assert (changed.base, changed.rates, changed.base_rate) == ({"hard": known["hard"]}, {}, None)
-    assert changed.efforts == {"hard": {"plain 4": 1.0}}
+    assert changed.efforts == {"hard": {"plain 4": [10, 1.0]}}
     (line,) = caplog.messages
     assert "held-out tasks are not those of the checkpoint" in line
     older.load_state_dict({name: state[name] for name in ("base", "rates")})

@@ -23,7 +23,7 @@ from tests.populora_run import make_trainer
 from tests.recipe_runs import RECIPES
 from tests.without_extras import without_extras
 from trl_populora.assets import tiny_base_path
-from trl_populora.hub.card import PICTURES, write_card
+from trl_populora.hub.card import PICTURES, _name_size, write_card
 from trl_populora.hub.download import fetch
 from trl_populora.hub.push import make_stage, push_archive, push_run, push_space
 from trl_populora.lora.checks import check_is_base
@@ -169,7 +169,7 @@ class TestPushed:
         push_run(finished.args.output_dir, "me/card")
         card = hub.repos["me/card"]["README.md"].decode()
         metadata = huggingface_hub.ModelCard(card).data
-        assert {"trl", "populora", "lora"} <= set(metadata.tags)
+        assert {"trl", "trl-populora", "lora"} <= set(metadata.tags)
         assert metadata.library_name == "peft"
         for text in (
             "| teacher_1 |",
@@ -219,6 +219,18 @@ class TestPushed:
         config = eval(re.search(r"peft_config=(LoraConfig\(.*\))\)\.train", card)[1], {"LoraConfig": LoraConfig})
         assert {name: getattr(config, name) for name in lora} == lora | {"target_modules": set(lora["target_modules"])}
 
+    @pytest.mark.parametrize(
+        ("rank", "told"), [(512, "--max-lora-rank 512 "), (513, "up to rank 512, and these have 513")]
+    )
+    def test_the_card_of_a_rank_that_vllm_does_not_serve_names_no_server(self, finished, tmp_path, rank, told):
+        state = json.loads(Path(finished.args.output_dir, "population.json").read_text())
+        lora = state["lora"] | {"r": rank}
+        (tmp_path / "population.json").write_text(json.dumps(state | {"lora": lora}))
+        write_card(tmp_path, "me/wide")
+        card = (tmp_path / "README.md").read_text()
+        assert told in card
+        assert ("vllm serve" in card) == (rank == 512)
+
     def test_what_belongs_to_a_population_is_not_doubted(self, hub, finished, recwarn):
         push_run(finished.args.output_dir, "me/quiet")
         assert "archive.parquet" in hub.repos["me/quiet"]
@@ -248,6 +260,7 @@ class TestPushed:
         assert sum(name.startswith(".eval_results/") for name in files) == 1, "no leaderboard is known for AIME 24"
 
         card = files["README.md"].decode()
+        assert "(the base without an adapter: 25 %)" in card
         scores = {each.dataset_name: each for each in huggingface_hub.ModelCard(card).data.eval_results}
         assert {name: each.metric_value for name, each in scores.items()} == {
             "Held-out tasks of the run": 50.0,
@@ -434,6 +447,14 @@ def test_the_command_pushes_population_and_archive_to_hf_endpoint(finished, tmp_
     assert rated
     assert f"rows {len(archive)} tasks {len(archive)} rated {rated}" in run("-c", OPEN_DATASET)
     server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("tasks", "category"),
+    [(0, "n<1K"), (999, "n<1K"), (1_000, "1K<n<10K"), (9_999_999, "1M<n<10M"), (10_000_000, "10M<n<100M")],
+)
+def test_the_size_of_an_archive_has_the_hubs_name(tasks, category):
+    assert _name_size(tasks) == category
 
 
 class TestArchive:

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parent.parent / "trl_populora"
 # A room may import rooms of lower floors, for running or for type checking, and none of its own floor. A file that is
 # named here is a room of its own.
 FLOORS = [
-    {"sandbox", "assets", "files", "errors", "options", "evaluate.intervals", "__version__", "_moved"},
+    {"sandbox", "assets", "files", "errors", "options", "evaluate.intervals", "__version__"},
     {"tasks", "lora"},
     {"population"},
     {"step"},

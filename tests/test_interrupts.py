@@ -6,7 +6,6 @@ import errno
 import inspect
 import os
 import signal
-from types import SimpleNamespace
 
 import pytest
 from accelerate.commands.launch import deepspeed_launcher, multi_gpu_launcher
@@ -96,16 +95,22 @@ def test_where_nothing_was_saved_it_is_said(base, tmp_path, caplog):
     assert "There is no checkpoint (`save_steps`)" in caplog.text
 
 
-@pytest.mark.parametrize(("world", "patience", "told"), [("1", None, False), ("2", None, True), ("2", "600", False)])
 def test_the_first_signal_of_several_processes_says_when_their_launcher_kills_them(
-    monkeypatch, caplog, world, patience, told
+    base, tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setenv("WORLD_SIZE", world)
+    trainer = make_trainer(base, str(tmp_path), {})
     monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
-    if patience:
-        monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", patience)
-    StopAtSignals(SimpleNamespace(args=SimpleNamespace(process_index=0)))._receive(signal.SIGTERM, None)
-    assert ("Its launcher waits 30 seconds" in caplog.text) == told
+    for world, patience, told in (("1", None, False), ("2", None, True), ("2", "600", False)):
+        monkeypatch.setenv("WORLD_SIZE", world)
+        if patience:
+            monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", patience)
+        caplog.clear()
+        with StopAtSignals(trainer):
+            signal.raise_signal(signal.SIGTERM)
+        assert "The run ends after this step and saves." in caplog.text
+        assert ("Its launcher waits 30 seconds" in caplog.text) == told
+    monkeypatch.undo()
+    trainer.close()
 
 
 def test_launchers_wait_as_long_as_the_variable_says(monkeypatch):

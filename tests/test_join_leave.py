@@ -127,6 +127,8 @@ def test_the_members_that_come_and_go_do_not_notice(random_base, tmp_path, monke
     for trainer in trainers:
         trainer.add_callback(At(trainer, **changes))
         trainer.train()
+    if with_what == "a scale of gradients":
+        assert own.accelerator.scaler.state_dict()["_growth_tracker"] == 4, "all steps took scaled gradients"
     assert own.population.names == ["student_0", "late", "student_2"]
     for name, factors in read_all(plain).items():
         check_close(read_all(own)[name], factors)
@@ -568,6 +570,20 @@ def test_halving_and_changes_do_not_mix(random_base, tmp_path):
             trainer.remove_member("student_0")
 
     run(random_base, tmp_path, ["a", "b"], after_1=leave, halve_every=2, max_steps=3)
+
+
+def test_who_cannot_be_pooled_does_not_join(random_base, tmp_path):
+    def join(trainer) -> None:
+        for settings in ({}, {"like": "student_0", "learning_rate": 0.0}):
+            with pytest.raises(ValueError, match="`pool_every=2`: a member that joins must learn, and begin as the "):
+                trainer.add_member("late", **settings)
+        trainer.add_member("late", like="student_0")
+
+    first, _ = run(random_base, tmp_path / "first", ["a"], max_steps=1)
+    first.save_model()
+    options = {"pool_every": 2, "max_members": 3, "max_steps": 3, "warm_start": str(tmp_path / "first")}
+    trainer, _ = run(random_base, tmp_path / "second", ["a", "b"], after_1=join, **options)
+    assert trainer.population.names == ["student_0", "student_1", "late"]
 
 
 @pytest.mark.multiprocess

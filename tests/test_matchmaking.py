@@ -18,7 +18,14 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare, norm, spearmanr
 
 from trl_populora.population.members import Member, Population
-from trl_populora.population.ratings import Match, Matchmaker, no_student_idles, pfsp_weight, win_probability
+from trl_populora.population.ratings import (
+    Match,
+    Matchmaker,
+    no_student_idles,
+    pfsp_weight,
+    rate_by_rewards,
+    win_probability,
+)
 
 
 BETA, TAU, SHARE_SD = 25 / 6, 25 / 60, 0.25
@@ -251,6 +258,23 @@ class TestWins:
         better, _ = trueskill.rate_1vs1(trueskill.Rating(), given)
         _, worse = trueskill.rate_1vs1(given, trueskill.Rating())
         assert ratings(population) == [(each.mu, each.sigma) for each in (better, worse)]
+
+    @pytest.mark.parametrize("apart", [250.0, 2000.0])
+    @pytest.mark.parametrize(("of_rewards", "tau"), [(False, 25 / 300), (True, 25 / 60)])
+    def test_an_upset_between_ratings_that_lie_far_apart_is_rated(self, apart, of_rewards, tau):
+        """The tail of a normal distribution beyond t has its mean at about t + 1 / t."""
+        population = Population(0, 2) if of_rewards else Population(1, 1)
+        better, worse = population
+        better.mu, better.sigma, worse.sigma = worse.mu + apart, 1.5, 1.5
+        if of_rewards:
+            rate_by_rewards(population, {better.name: 0.0, worse.name: 1.0})
+        else:
+            Matchmaker(ratings="trueskill").update(population, {Match(0, better.name, worse.name): [1.0]})
+        spread = math.sqrt(2 * BETA**2 + 2 * (1.5**2 + tau**2))
+        tail = (apart + 0.74) / spread
+        moved = (1.5**2 + tau**2) / spread * (tail + 1 / tail)
+        assert (worse.mu, better.mu) == pytest.approx((25 + moved, 25 + apart - moved), rel=1e-4)
+        assert worse.sigma == pytest.approx(better.sigma) < math.hypot(1.5, tau)
 
     def test_metrics_tell_the_score_as_before(self):
         told = []

@@ -17,10 +17,12 @@ from tests.without_extras import without_extras
 
 NOTEBOOK = Path(__file__).parent.parent / "notebooks" / "arms_race.ipynb"
 COLAB = NOTEBOOK.with_name("colab_t4.ipynb")
+README = NOTEBOOK.parent.parent / "README.md"
 SHORTEST = {
     '"HuggingFaceTB/SmolLM2-135M-Instruct"': '"tiny"',
     "attempts_per_task=4": "attempts_per_task=2",
     "ROWS = 8": "ROWS = 12",
+    "max_completion_length=32": "max_completion_length=8",
 }
 SHORTER = {
     "STEPS = 24": "STEPS = 2",
@@ -46,8 +48,14 @@ def test_the_one_for_colab_is_committed_as_it_ran_with_what_it_printed():
     assert not [output for output in outputs if output.output_type == "error"]
     shown = "\n".join(output["text"] for output in outputs if "text" in output)
     assert "HuggingFaceTB/SmolLM2-135M-Instruct" in shown
-    assert "step 1/1 | valid" in shown
+    assert "step 1/1 | reward" in shown, "the swapped class"
+    assert "step 1/1 | valid" in shown, "self-play"
     assert not re.findall(r"/(?:home|work|root)/", shown), "a path of the machine that ran it"
+
+
+def test_the_one_for_colab_swaps_the_class_as_the_readme_does():
+    example = re.search(r"```python\n(.+?)^trainer = ", README.read_text(), re.MULTILINE | re.DOTALL)[1]
+    assert any(cell.source.startswith(example) for cell in code_cells(COLAB))
 
 
 def execute(path: Path, shorter: dict[str, str], place: Path) -> tuple[nbformat.NotebookNode, str]:
@@ -68,7 +76,10 @@ def execute(path: Path, shorter: dict[str, str], place: Path) -> tuple[nbformat.
 @pytest.mark.slow
 def test_the_one_for_colab_runs_from_top_to_bottom(tmp_path):
     notebook, shown = execute(COLAB, SHORTEST, tmp_path)
-    assert "step 1/1 | valid" in shown
+    assert re.search(r"step 1/1 \| reward .* generate", shown), "the swapped class"
+    adapters = [tmp_path / f"runs/colors/members/student_{place}/adapter_model.safetensors" for place in range(4)]
+    assert all(adapter.exists() for adapter in adapters)
+    assert "step 1/1 | valid" in shown, "self-play"
     assert "student_1" in shown
     pictures = [o for cell in notebook.cells for o in cell.get("outputs", ()) if "image/png" in o.get("data", {})]
     assert len(pictures) == 1

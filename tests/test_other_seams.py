@@ -123,6 +123,16 @@ PROMISES = {
         "VLLMGeneration.generate",
         "self._llm_weights_sleeping",
     ),
+    "vLLM keeps slots for the packed module of one that is named": (
+        "vllm.lora.utils",
+        "is_in_target_modules",
+        "packed_children = packed_modules_mapping.get(module_suffix)",
+    ),
+    "CUDA graphs without adapters can be left out": (
+        "vllm.v1.cudagraph_dispatcher",
+        "CudagraphDispatcher._get_lora_cases",
+        "self.compilation_config.cudagraph_specialize_lora",
+    ),
     # generate/engine.py
     "vLLM's model names its LoRA manager": (
         "vllm.lora.model_manager",
@@ -204,6 +214,8 @@ def test_signature(owner, name):
         ("vllm.lora.model_manager", "LRUCacheLoRAModelManager.pin_adapter", "self lora_id"),
         ("vllm.lora.model_manager", "LoRAModelManager.get_adapter", "self adapter_id"),
         ("vllm.lora.layers.base_linear", "BaseLinearLayerWithLoRA.set_lora", "self index lora_a lora_b"),
+        ("vllm.model_executor.models.utils", "WeightsMapper.get_rename_mapper", "self"),
+        ("vllm.model_executor.models.utils", "WeightsMapper.map_name", "self key"),
     ],
 )
 def test_signature_of_vllm(module, path, parameters):

@@ -229,6 +229,7 @@ class TestRefused:
             ),
             ({"evolve_every": 5, "teacher_learning_rate": 0.0}, "and `evolve_every=5`: members of a pooled role"),
             ({"pool_every": 0, "pool": "both"}, "`pool='both'` pools nobody without `pool_every`"),
+            ({"learning_rate": 0.0}, "needs two or more students at the start that"),
         ],
     )
     def test_a_game_in_which_it_means_nothing(self, make_args, settings, message):
@@ -239,6 +240,10 @@ class TestRefused:
         ("settings", "message"),
         [
             ({"students": 1}, "needs two or more students"),
+            (
+                {"students": 3, "learning_rate": [1e-5, 1e-5, 0.0]},
+                "needs two or more students at the start that",
+            ),
             ({"pool": "both"}, "needs two or more teachers"),
             ({"evolve_every": 8}, "and `evolve_every=8`: members of a pooled role do not evolve"),
             ({"halve_every": 4, "max_steps": 9}, "`pool_every=4` clashes with `halve_every=4`"),

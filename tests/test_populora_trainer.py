@@ -784,6 +784,7 @@ def test_scaled_gradients_are_unscaled_before_they_are_clipped(make_trainer, tmp
     scaled = make_trainer(max_grad_norm=0.01, output_dir=str(tmp_path / "scaled"))
     scale_gradients(scaled, monkeypatch)
     scaled.train()
+    assert scaled.accelerator.scaler.state_dict()["_growth_tracker"] == 2, "both steps took scaled gradients"
     norms = [[entry["member/teacher_0/grad_norm"] for entry in t.state.log_history[:-1]] for t in (plain, scaled)]
     assert norms[0] == norms[1]
     assert max(norms[0]) > 0.01, "clipping bites"

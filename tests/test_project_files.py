@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shutil
 import subprocess
+import sys
 from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
 import tomllib
 import yaml
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 import trl_populora
@@ -28,9 +31,12 @@ PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "trl_populora" /
 def test_the_version_is_the_same_everywhere():
     version = trl_populora.__version__
     assert f'\nversion = "{version}"\n' in PYPROJECT
-    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version
-    changelog = (ROOT / "CHANGELOG.md").read_text()
-    assert f"\n## [{version}]" in changelog or f"this becomes {version}" in changelog
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert cited["version"] == version
+    newest = re.search(r"^## \[(\d.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1]
+    assert newest == f"{version}] - {cited['date-released']}"
+    for page in (*PAGES, *ROOT.glob("recipes/*.py")):
+        assert set(re.findall(r"trl_populora-([\d.]+)-py3", page.read_text())) <= {version}, page
 
 
 @pytest.mark.parametrize("text", [(ROOT / "README.md").read_text(), CITATION], ids=["README", "cards"])
@@ -53,6 +59,22 @@ def test_the_oldest_python_is_one_that_bounded_dependencies_install_on():
     assert "trl" in bounded
     needed = {name: metadata(name)["Requires-Python"] for name in bounded}
     assert {name: pythons for name, pythons in needed.items() if oldest not in SpecifierSet(pythons)} == {}
+
+
+def test_the_package_imports_only_what_it_asks_for():
+    project = tomllib.loads(PYPROJECT)["project"]
+    extras = [listed for name, listed in project["optional-dependencies"].items() if name not in ("dev", "docs")]
+    asked = {Requirement(each).name for each in sum(extras, project["dependencies"])}
+    imported = set()
+    for path in (ROOT / "trl_populora").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                imported.add(node.module.partition(".")[0])
+    # The sandbox's processes know their own folder by this name. Type checkers bring `_typeshed`.
+    imported -= {*sys.stdlib_module_names, "trl_populora", "sandbox_room", "_typeshed"}
+    assert {"pyyaml" if name == "yaml" else name for name in imported} <= asked
 
 
 def test_hosted_tests_begin_with_the_oldest_python():

@@ -314,12 +314,37 @@ class TestBudget:
         members = add_members(base, ["a"], LoraConfig(r=4, target_modules="all-linear"), Router(), seed=0)
         assert members.num_parameters(only_trainable=True) == shape.adapter_parameters(4)
 
+    @pytest.mark.parametrize(("mode", "slots"), [("colocate", 9), ("server", 8)])
+    def test_an_engine_has_a_slot_for_each_member_and_a_colocated_one_for_the_base(self, mode, slots, tmp_path):
+        args, model = read_recipe(str(CONFIGS["Qwen2.5-Coder-7B/config_4t4s_8gpu.yaml"]), str(tmp_path))
+        args.vllm_mode = mode
+        shape = SHAPES[model.model_name_or_path]
+        engine = memory(args, model, shape, GPUS["A100-80GB"], 8, 1000).engine
+        further = {"colocate": 0, "server": 2 * 32 * (shape.vocab_size + shape.hidden_size)}[mode]
+        assert engine[f"{slots} adapters, bf16"] == 2 * slots * (shape.adapter_parameters(32) + further)
+
+    def test_a_slot_has_the_size_that_vllm_gives_it(self):
+        """tests/test_vllm.py has a real engine's slots without embeddings and head."""
+        shape = Shape.of("tiny")
+        assert shape.slot_parameters(16, everywhere=True) == 372_736, "counted in vLLM 0.31"
+        assert shape.slot_parameters(9) == shape.slot_parameters(16) == shape.adapter_parameters(16)
+
     def test_the_embedded_base_is_read_too(self, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["budget.py", str(CONFIGS["tiny/quickstart.yaml"])])
         budget.main()
         printed = capsys.readouterr().out
         assert printed.startswith("tiny: 3 M parameters")
         assert printed.endswith("Fits.\n")
+
+    def test_a_recipe_too_large_for_its_card_ends_with_what_does_not_fit(self, monkeypatch, capsys):
+        recipe = str(CONFIGS["Qwen2.5-Coder-7B/config_4t4s.yaml"])
+        monkeypatch.setattr(sys, "argv", ["budget.py", recipe, "--gpu", "RTX-4090"])
+        budget.main()
+        table, _, told = capsys.readouterr().out.rpartition("\nDoes not fit: ")
+        full = re.search(r"^\| fullest moment \| ([\d.]+) \| ([\d.]+) \|\n\| of \| ([\d.]+) ", table, re.M)
+        start, limits, card = full.groups()
+        assert f"moment at the start needs {start} of {card} GiB; " in told
+        assert f"moment at the limits needs {limits} of {card} GiB; an engine without its cache needs" in told
 
     def test_nodes_and_members_are_added_to_a_recipe(self, monkeypatch, capsys):
         recipe = str(CONFIGS["Qwen2.5-Coder-7B/config_4t4s_8gpu.yaml"])
@@ -339,7 +364,10 @@ class TestBudget:
         budget.main()
         told = capsys.readouterr().out
         assert "Seconds a step" not in told, "nothing is left for the engine's cache"
-        assert told.endswith("MiB a node\nDoes not fit.\n")
+        assert told.endswith(
+            "MiB a node\nDoes not fit: the fullest moment at the limits needs 88.8 of 79.1 GiB; "
+            "an engine without its cache needs 26.1 of 23.7 GiB.\n"
+        )
         monkeypatch.setattr(sys, "argv", ["budget.py", recipe, "--processes", "8"])
         budget.main()
         assert "nodes" not in capsys.readouterr().out

@@ -92,7 +92,7 @@ class TestPage:
         text = visible_text(page_of(finished))
         times = read_lines(finished / "times.jsonl")
         seconds = [sum(entry.get(key, 0) for entry in times) for key in ("step_time", "eval/runtime")]
-        assert f"duration: {round(seconds[0])} s, evaluations {round(seconds[1])} s" in text
+        assert f"duration: {round(seconds[0])} s of steps, {round(seconds[1])} s of evaluations" in text
         assert f"trl {version('trl')}" in text
         assert "seed: 42" in text
         population = json.loads((finished / "population.json").read_text())
@@ -104,8 +104,9 @@ class TestPage:
         run.history[-1] |= {"frac_reward_zero_std": 0.65}
         run.population["settings"] |= {"learning_rate": 2e-3, "teacher_learning_rate": 1e-3, "beta": 0.04}
         text = visible_text(build_page(run, [], []))
-        told = "a step: 12 s a completion: 48 tokens, 3 % cut groups with equal rewards: 65 % "
-        told += "learning rate: 0.002, teachers 0.001 beta: 0.04 teachers&#x27; pay: guarded students&#x27; pay: azr"
+        told = "a step at the end: 12 s a completion at the end: 48 tokens, 3 % cut "
+        told += "groups with equal rewards at the end: 65 % learning rate: 0.002, teachers 0.001 beta: 0.04 "
+        told += "teachers&#x27; pay: guarded students&#x27; pay: azr"
         assert told in text
 
     def test_a_birth_tells_the_childs_rating_and_that_of_whom_it_replaced(self, finished):
@@ -371,6 +372,22 @@ def test_rejects_are_means_over_the_run():
     assert {bar.get_width() for bar in figure.axes[0].patches} == {10}, "no gaps between logs"
     (caption,) = [plot.caption for plot in PLOTS if plot.name == "rejects"]
     assert "in brackets the mean" in caption
+
+
+@pytest.mark.parametrize(
+    ("picture", "key"),
+    [
+        ("ratings_teachers", "member/teacher_{}/mu"),
+        ("kinds", "propose/{}/valid_rate"),
+        ("rejects", "verify/reject/{}"),
+        ("curriculum", "curriculum/{}"),
+    ],
+)
+def test_a_name_that_reads_as_a_formula_is_drawn_as_text(picture, key, tmp_path):
+    """Somebody else may have written the run's files. As a formula this name would be an error."""
+    name = r"$\frac{a}{$"
+    run = Run(name, [{"step": 1, key.format(name): 1.0}])
+    assert len(plots.draw_plots(run, tmp_path, [picture])) == 1
 
 
 def test_no_two_reasons_of_rejection_look_alike():

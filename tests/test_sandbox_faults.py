@@ -6,7 +6,6 @@ import os
 import re
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -100,17 +99,14 @@ def test_a_program_does_not_begin_after_the_death_of_its_zygote(zygote, said):
     assert subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout == said
 
 
-def test_what_a_dead_zygote_leaves_is_killed():
-    worker = object.__new__(Worker)
-    worker.control, theirs = socket.socketpair()
-    worker.process = subprocess.Popen(
-        ["sh", "-c", "sleep 60 & exit 0"], stderr=subprocess.PIPE, start_new_session=True
-    )
-    worker.errors = worker.process.stderr
+def test_what_a_dead_zygote_leaves_is_killed(monkeypatch, tmp_path):
+    script = tmp_path / "zygote.py"
+    script.write_text("import subprocess\nsubprocess.Popen(['/bin/sleep', '60'])")
+    monkeypatch.setattr(worker_module, "_SCRIPT", script)
+    worker = Worker(0, 0, {})
     os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOWAIT)
     assert sessions_alive({worker.process.pid})
     worker.kill()
-    theirs.close()
     wait_until(lambda: not sessions_alive({worker.process.pid}))
 
 

@@ -63,6 +63,7 @@ def test_what_stands_in_the_way_is_named(proposals, answers, obstacles):
     said = "\n".join(show(found, TryArguments("a/base")))
     assert ("Nothing can be learned yet" in said) == bool(obstacles)
     assert ("prompt_style: turns" in said) != bool(obstacles)
+    assert f"Completions end at the tokens {END}," in said, "a wrong end may be the obstacle"
 
 
 def test_the_settings_that_fit_are_a_recipe_of_what_was_tried(make_args):
@@ -75,7 +76,7 @@ def test_the_settings_that_fit_are_a_recipe_of_what_was_tried(make_args):
     )
     options = TryArguments("a/base", task_kinds=["code_o", "code_i"], temperature=0.7)
     lines = list(show(found, options))
-    settings = yaml.safe_load("\n".join(lines[lines.index("Settings that fit:") + 1 : -1]))
+    settings = yaml.safe_load("\n".join(lines[lines.index("Settings that fit:") + 1 :]))
     args = make_args(**settings)
     assert (args.prompt_style, args.shots, args.max_completion_length) == ("turns", 3, 64)
     assert (args.task_kinds, args.temperature, args.inputs_per_function) == (["code_o", "code_i"], 0.7, 4)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tarfile
+from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
@@ -16,7 +18,13 @@ from trl_populora.report.verdict import FEWEST_STEPS, judge
 STEPS = 20
 GOOD = {"propose/valid_rate": 0.9, "solve/well_formed": 0.95, "completions/clipped_ratio": 0.01}
 GOOD |= {"frac_reward_zero_std": 0.5, "propose/novel_rate": 0.8, "curriculum/features": 20.0}
-TOLD = {"solve_rate_margin": 0.02, "thinking_rate": 0.1, "mean_length": 20.0, "solve_rate_equal_effort": 0.4}
+TOLD = {
+    "solve_rate_margin": 0.02,
+    "thinking_rate": 0.1,
+    "mean_length": 20.0,
+    "gain_equal_effort": 0.0,
+    "like_base": 1.0,
+}
 
 
 def game(gain: float | None = 0.0, end: dict | None = None, **last) -> Run:
@@ -24,7 +32,7 @@ def game(gain: float | None = 0.0, end: dict | None = None, **last) -> Run:
     late = GOOD | (end or {})
     history = [{"step": step + 1} | (GOOD if step < STEPS // 2 else late) for step in range(STEPS)]
     first = {"eval/" + name: value for name, value in (TOLD | {"solve_rate_mean": 0.4}).items()}
-    rates = TOLD | {"solve_rate_mean": 0.4 + (gain or 0), "solve_rate_equal_effort": 0.4 + (gain or 0)} | last
+    rates = TOLD | {"solve_rate_mean": 0.4 + (gain or 0), "gain_equal_effort": gain or 0} | last
     second = {"eval/" + name: value for name, value in rates.items()}
     evaluations = [{"step": 0} | first] + ([] if gain is None else [{"step": STEPS} | second])
     return Run("run", history, evaluations=evaluations)
@@ -83,11 +91,11 @@ def test_the_word_is_the_first_that_fits(run, word, why):
 
 @pytest.mark.parametrize(("left", "told"), [(-0.04, True), (0.0, True), (0.14, True), (0.16, False), (0.3, False)])
 def test_a_gain_of_which_less_than_half_is_left_at_equal_effort_is_longer_reasoning(left, told):
-    verdict = judge(game(0.3, solve_rate_equal_effort=0.4 + left, thinking_rate=0.9, mean_length=80.0))
+    verdict = judge(game(0.3, gain_equal_effort=left, thinking_rate=0.9, mean_length=80.0))
     assert verdict.word == "learning"
     expected = (
         "Most of it is longer reasoning: 90 % of the answers are worked out instead of 10 %, an answer has 80 tokens "
-        f"instead of 20, and at the base's effort {100 * left:+.0f} points would be left."
+        f"instead of 20, and among answers like the base's {100 * left:+.0f} points are left."
     )
     assert verdict.remark == (expected if told else "")
 
@@ -97,19 +105,60 @@ def test_a_gain_of_which_less_than_half_is_left_at_equal_effort_is_longer_reason
     [
         ({"thinking_rate": 0.05, "mean_length": 15.0}, False),
         ({"thinking_rate": 0.1, "mean_length": 40.0}, True),  # as often, but longer
-        ({"thinking_rate": 0.9, "mean_length": 80.0, "solve_rate_equal_effort": None}, False),
+        ({"thinking_rate": 0.9, "mean_length": 80.0, "like_base": None}, False),
     ],
 )
 def test_only_more_or_longer_reasoning_is_longer_reasoning_and_only_where_it_was_measured(last, told):
-    verdict = judge(game(0.1, **({"solve_rate_equal_effort": 0.4} | last)))
+    verdict = judge(game(0.1, **({"gain_equal_effort": 0.0} | last)))
     assert verdict.word == "learning"
     assert bool(verdict.remark) == told
+
+
+@pytest.mark.parametrize("gain", [{}, {"gain_equal_effort": None}])
+def test_where_hardly_any_answers_are_like_the_bases_longer_reasoning_cannot_be_told(gain):
+    remark = judge(game(0.1, **{"thinking_rate": 1.0, "mean_length": 60.0, "like_base": 0.18} | gain)).remark
+    assert remark.startswith("How much of it is longer reasoning cannot be told: 100 % of the answers are worked out")
+    assert remark.endswith("only 18 % of the base's answers have their like.")
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory) -> Path:
+    """
+    The records of five real runs, without rollouts: `recipes/tiny/quickstart.yaml` as it is (`longer_reasoning`) and
+    with rates of 3e-2 (`collapsed`), dataset runs whose reward is always 0 (`dead_reward`) or pays answers that were
+    worked out (`good`), and 25 steps of `studies/screen.py --candidates rarity_slow_replay` (`learning`).
+    """
+    root = tmp_path_factory.mktemp("kept")
+    with tarfile.open(Path(__file__).parent / "kept_runs.tar.xz") as archive:
+        archive.extractall(root, filter="data")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("run", "word", "told"),
+    [
+        ("good", "learning", "The reward rose from 0.11 to 0.52"),
+        (
+            "learning",
+            "learning",
+            "How much of it is longer reasoning cannot be told: 100 % of the answers are worked out",
+        ),
+        ("longer_reasoning", "learning", "Most of it is longer reasoning"),
+        ("collapsed", "broken", "0 % of the proposals became tasks"),
+        ("dead_reward", "broken", "100 % of the groups of attempts had equal rewards"),
+    ],
+)
+def test_real_runs_are_called_what_they_were(kept, run, word, told):
+    verdict = judge(load_run(kept / run))
+    assert verdict.word == word
+    assert told in str(verdict)
+    assert bool(verdict.remark) == (run in ("learning", "longer_reasoning"))
 
 
 def test_the_longest_verdict_fits_into_the_picture(tmp_path, monkeypatch):
     """The widest line of the title ends within the picture."""
     drawn, said = [], []
-    told = game(0.32, solve_rate_equal_effort=0.3, thinking_rate=0.9, mean_length=1234.0)
+    told = game(0.32, gain_equal_effort=-0.1, thinking_rate=0.9, mean_length=1234.0)
 
     def keep(path, size, paint, *arguments, **options):
         figure = Figure(figsize=size, layout="constrained")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -17,11 +18,16 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.model_executor.models.utils import WeightsMapper
 
-from trl_populora.generate.publish import Published, StaleAdapterError
+from trl_populora.generate.engine import _list_stacks
+from trl_populora.generate.publish import Published, StaleAdapterError, count_slots
+from trl_populora.generate.vllm import list_graph_sizes
 from trl_populora.hub.download import fetch
 from trl_populora.hub.push import push_run
-from trl_populora.lora.members import set_rank
+from trl_populora.lora.layers import BASE_NAME
+from trl_populora.lora.members import read_member, set_rank
 
 from .populora_run import make_trainer
 from .vllm_models import (
@@ -71,19 +77,89 @@ def served(tmp_path_factory):
 
 
 class Begun(Exception):
-    """An engine was about to start."""
+    """An engine was about to start, with these arguments of ours."""
+
+
+def arguments_of_an_engine(population, base, directory, monkeypatch, **engine) -> dict:
+    """What an engine would get that this process does not start."""
+
+    def begin(self, **arguments):
+        raise Begun(arguments["routed_arguments"])
+
+    monkeypatch.setattr("trl_populora.generate.engine.RoutedLLM.__init__", begin)
+    with pytest.raises(Begun) as begun:
+        colocate(*population, base, directory, **engine)
+    return begun.value.args[0]
 
 
 def port_of_an_engine(base, directory, monkeypatch) -> str:
     """Where an engine would listen, which this process does not start."""
-
-    def begin(self, **arguments):
-        raise Begun
-
-    monkeypatch.setattr("trl_populora.generate.engine.RoutedLLM.__init__", begin)
-    with pytest.raises(Begun):
-        colocate(*make_population(base, 1), base, directory)
+    arguments_of_an_engine(make_population(base, 1), base, directory, monkeypatch)
     return os.environ["MASTER_PORT"]
+
+
+class TestArguments:
+    """What an engine is started with."""
+
+    @pytest.fixture
+    def arguments_with(self, tmp_path, monkeypatch):
+        base = make_served_base(tmp_path / "base")
+        population = make_population(base, 2)
+        return lambda **engine: arguments_of_an_engine(population, base, tmp_path / "run", monkeypatch, **engine)
+
+    def test_graphs_are_recorded_for_no_more_rows_than_a_step_has_and_with_adapters_only(self, arguments_with):
+        graphs = arguments_with()["compilation_config"]
+        assert graphs == {"cudagraph_specialize_lora": False, "cudagraph_capture_sizes": [8, 16, 32, 64]}
+        graphs = arguments_with(max_num_seqs=20)["compilation_config"]
+        assert graphs["cudagraph_capture_sizes"] == [8, 16, 20]
+
+    @pytest.mark.parametrize("rows", [1, 8, 144, 864, 4000])
+    def test_a_size_of_a_graph_is_never_far_away(self, rows):
+        sizes = list_graph_sizes(rows)
+        assert sizes == sorted(set(sizes))
+        assert sizes[-1] == rows
+        assert len(sizes) <= 35
+        assert all(above - below <= max(32, rows / 32 + 8) for below, above in itertools.pairwise([0, *sizes]))
+
+    def test_what_a_user_says_of_graphs_counts(self, arguments_with):
+        both = {"cudagraph_specialize_lora": True, "cudagraph_capture_sizes": [4]}
+        assert arguments_with(compilation_config=both)["compilation_config"] == both
+        told = arguments_with(cudagraph_capture_sizes=[4])
+        assert told["cudagraph_capture_sizes"] == [4]
+        assert "cudagraph_capture_sizes" not in told["compilation_config"], "vLLM refuses both"
+        told = arguments_with(compilation_config={"mode": 0, "max_cudagraph_capture_size": 4})
+        assert told["compilation_config"] == {
+            "mode": 0,
+            "max_cudagraph_capture_size": 4,
+            "cudagraph_specialize_lora": False,
+        }
+        assert arguments_with(compilation_config=0)["compilation_config"] == 0
+
+    def test_the_modules_of_members_get_slots_unless_a_user_names_others(self, arguments_with):
+        kinds = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+        assert arguments_with()["lora_target_modules"] == kinds
+        assert arguments_with(lora_target_modules=None)["lora_target_modules"] is None
+
+    def test_a_module_that_vllm_renames_gets_its_slot(self, arguments_with, monkeypatch):
+        renamed = WeightsMapper(orig_to_new_substr={".mlp.down_proj": ".mlp.second"})
+        monkeypatch.setattr(Qwen3ForCausalLM, "hf_to_vllm_mapper", renamed)
+        assert "second" in (names := arguments_with()["lora_target_modules"])
+        assert "down_proj" not in names
+
+
+def test_an_engine_has_slots_for_the_modules_of_members_alone(served):
+    """As many as `recipes/budget.py` counts."""
+
+    def look(model) -> tuple[set[str], int]:
+        modules = model.lora_manager.modules
+        stacks = [stack for module in modules.values() for stack in _list_stacks(module)]
+        return {name.rpartition(".")[2] for name in modules}, sum(stack.numel() for stack in stacks)
+
+    ((names, numbers),) = served.generation.llm.apply_model(look)
+    assert names == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
+    member = sum(value.numel() for value in read_member(served.model, served.names[0]).values())
+    wider = 2  # the members have rank 4, and the next one that vLLM serves is 8
+    assert numbers == count_slots(MEMBERS) * wider * member == (MEMBERS + 1) * wider * member
 
 
 def test_engines_that_start_together_meet_on_no_port(tmp_path, monkeypatch):
@@ -272,6 +348,22 @@ def test_an_adapter_that_the_engine_lost_in_its_sleep_is_found_and_written_again
     completions, logprobs = sleeper.generate(rows, prompts)
     expected = logprobs_of(sleeper.model, sleeper.router, rows, prompts, completions)
     assert largest_difference(logprobs, expected) < 1e-3
+
+
+def test_a_base_that_another_rank_of_the_engine_lost_in_its_sleep_is_written_again_here_too(sleeper, monkeypatch):
+    """Under tensor parallelism each rank has a part of each adapter, and all ranks know it by one name and salt."""
+    sleeper.publish_all(35)
+    generation, rows, prompts = sleeper.generation, [0, -1], some_prompts(2)
+    sleeper.generate(rows, prompts)  # publishes the base
+    before = dict(generation.published)
+    other = [[*[False] * MEMBERS, True]]
+    with monkeypatch.context() as patch:
+        patch.setattr("trl_populora.generate.vllm.gather_object", lambda flags: flags + other)
+        generation._llm_weights_sleeping = True
+        generation.sync_weights()
+    assert before.keys() - generation.published.keys() == {BASE_NAME}
+    sleeper.generate(rows, prompts)
+    assert {name for name in before if before[name] != generation.published[name]} == {BASE_NAME}
 
 
 def test_publishing_writes_into_the_slot_of_the_old_version_and_keeps_no_copy(served):

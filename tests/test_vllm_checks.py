@@ -10,6 +10,7 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from peft import LoraConfig
@@ -25,8 +26,9 @@ from .without_extras import without_extras
 
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "recipes")]
 
+import budget  # noqa: E402
 import trl_versions  # noqa: E402
 
 
@@ -124,6 +126,11 @@ class TestWithVLLM:
         from trl_populora.generate.checks import find_permitted_rank
 
         assert find_permitted_rank(LoraConfig(**options)) == size
+
+    def test_the_budget_knows_the_permitted_ranks(self):
+        from vllm.config.lora import MaxLoRARanks
+
+        assert get_args(MaxLoRARanks) == budget.SERVED_RANKS
 
     def test_a_rank_above_all_permitted_ones_is_refused(self, args):
         with pytest.raises(ValueError, match=r"rank 513, and vLLM serves at most 512"):

@@ -20,6 +20,7 @@ from trl_populora.generate.publish import (
     merge_asks,
     sweep_shelves,
 )
+from trl_populora.generate.server import LoRAServers
 from trl_populora.lora.members import member_parameters
 
 from .adapter_models import make_population
@@ -108,6 +109,19 @@ def test_a_directory_appears_only_when_complete(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+def test_a_directory_that_cannot_be_written_to_its_end_leaves_nothing(tmp_path):
+    shelf = AdapterShelf(str(tmp_path))
+
+    def save(directory: Path) -> None:
+        directory.mkdir()
+        (directory / "adapter_config.json").write_text("{}")
+        raise OSError("No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        shelf.put("a-1", save)
+    assert os.listdir(shelf.root) == [".lock"]
+
+
 PROGRAM = """
 import os, sys
 from trl_populora.generate.publish import AdapterShelf
@@ -178,6 +192,11 @@ def test_equal_prompts_of_one_member_are_one_ask():
     ]
     with pytest.raises(RuntimeError, match="2 rows are routed, but 6 prompts"):
         merge_asks(prompts, [first, second])
+
+
+def test_servers_asked_for_nothing_answer_nothing():
+    keys = ("prompt_ids", "completion_ids", "logprobs", "logprob_token_ids")
+    assert LoRAServers([]).generate([]) == {key: [] for key in keys}
 
 
 def test_versions_share_nothing_that_a_cache_could_key_on():

@@ -150,8 +150,18 @@ def test_a_server_that_answers_as_before_is_found_stale(client, server):
         with pytest.raises(StaleAdapterError, match=rf"{server.url} .* from 'member_2-.*', .* 'member_2'"):
             client.generation.sync_weights()
         assert len(server.models()) == 1 + MEMBERS
+
+    def fail(adapter):
+        raise OSError("The server is away.")
+
+    lora_server.load = fail
+    with pytest.raises(OSError, match="away"):
+        client.generation.sync_weights()
     lora_server.load = load
     client.generation.sync_weights()
+    shelf, published = client.generation._shelf.root, client.generation.published.values()
+    assert {Path(adapter.path) for adapter in published} < (kept := set(shelf.glob("[!.]*")))
+    assert len(kept) == 2 * MEMBERS, "each version and the one before it, and none that failed"
 
 
 def creep(client) -> int:

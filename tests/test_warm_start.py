@@ -20,7 +20,7 @@ from trl_populora.lora.layers import Router, add_members, routed_layers
 from trl_populora.lora.members import adds_nothing, read_member
 from trl_populora.population.members import Population
 from trl_populora.run.read import read_population
-from trl_populora.run.saved_population import Shape, read_lora
+from trl_populora.run.saved_population import Shape, check_settings, read_lora
 
 
 def members():
@@ -98,6 +98,34 @@ def test_members_that_are_pooled_begin_with_one_adapter(tmp_path):
         warm_start([one, one, one, other], model, population, shape, pooled_roles=["student"])
     assert all(adds_nothing(model, name) for name in population.adapters)
     warm_start([one, other, one, one], model, population, shape, pooled_roles=["student"])
+
+
+def test_members_that_evolution_has_made_are_not_pooled(finished, make_args, tmp_path):
+    path, saved = tmp_path / "run", read_population(finished)
+    shutil.copytree(finished, path)
+    population = Population(2, 2)
+    base = AutoModelForCausalLM.from_pretrained(saved["base_model"])
+    model = add_members(base, population.adapters, read_lora(saved), Router(), seed=3)
+    shape = Shape.of(model, saved["base_model"])
+    refused = r"mean of the students of .*/run, which means nothing: .*\([a-z_, ]*init[a-z_, ]*\)"
+    with pytest.raises(ValueError, match=refused):
+        warm_start(str(path), model, population, shape, ["student"])
+    with pytest.raises(ValueError, match=refused):
+        check_settings(make_args(pool_every=4), path, {**saved, "settings": {}}, same_processes=False)
+    assert all(adds_nothing(model, name) for name in population.adapters), "nothing was loaded"
+
+    for members, settings in (
+        ([each | {"operator": "init", "parents": []} for each in saved["members"]], {}),
+        ([each | {"operator": "warm_start", "parents": ["me/sft"]} for each in saved["members"]], {}),
+        (saved["members"], {"pool_every": 5, "pool": "students"}),
+    ):
+        told = saved | {"members": members, "settings": saved["settings"] | settings}
+        (path / "population.json").write_text(json.dumps(told))
+        warm_start(str(path), model, population, shape, ["student"])
+    own = [each | {"operator": "warm_start", "parents": [each["name"]]} for each in saved["members"]]
+    (path / "population.json").write_text(json.dumps(saved | {"members": own}))
+    with pytest.raises(ValueError, match=r"with one adapter \(warm_start\)"):
+        warm_start(str(path), model, population, shape, ["student"])
 
 
 def test_an_adapter_may_lie_on_the_hub(hub, tmp_path):

@@ -79,6 +79,11 @@ def test_the_wheel_holds_every_file_and_nothing_else(wheel):
     assert [name for name in wanted if held[name] != wanted[name]] == []
 
 
+def test_the_wheel_is_below_8_megabytes(wheel):
+    """Most of it is the embedded base. Studies and their tables stay in the clone."""
+    assert wheel.stat().st_size < 8e6
+
+
 @pytest.mark.slow
 def test_the_quick_start_needs_no_clone(populora, tmp_path):
     small = {"max_steps": 1, "proposals_per_teacher": 4, "attempts_per_task": 2, "per_device_train_batch_size": 8}

@@ -9,8 +9,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from ._moved import keep_old_names
-
 
 if TYPE_CHECKING:
     from .config import PopuLoRAConfig
@@ -19,7 +17,7 @@ if TYPE_CHECKING:
     from .tasks.kind import TaskKind
     from .trainer import PopuLoRATrainer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["EvolutionCallback", "Member", "PopuLoRAConfig", "PopuLoRATrainer", "Population", "TaskKind"]
 
 # Public name: the module that defines it.
@@ -31,8 +29,6 @@ _HOMES = {
     "Population": "population.members",
     "TaskKind": "tasks.kind",
 }
-
-keep_old_names()
 
 
 def __getattr__(name: str):

@@ -239,7 +239,7 @@ class PopuLoRAConfig(GRPOConfig):
             once. vLLM does not read it.
         vllm_engine_kwargs: Further arguments of vLLM's `LLM` in colocate mode, for example `{"enforce_eager": true}`.
             TRL's `vllm_*` settings hold too. The engine computes in the trainer's precision unless `dtype` is
-            given.
+            given, and records CUDA graphs up to the rows of a step unless `cudagraph_capture_sizes` is.
         vllm_adapter_dir: Directory for published adapters; the trainer and every vLLM server must see it. When `None`,
             shared memory, or `output_dir` if a server runs on another host or shared memory is too small. Colocated
             engines do not use it.
@@ -681,6 +681,11 @@ class PopuLoRAConfig(GRPOConfig):
         # Trackers get this. transformers hides settings that are tokens, but no token inside a setting that is a dict.
         return {name: drop_secrets(value) for name, value in (super().to_dict() | self.member_values).items()}
 
+    def list_idle_options(self, max_steps: int) -> list[str]:
+        """Lists the options that were set and do nothing, because the first event would come after the last step."""
+        every = {name: getattr(self, name) for name in ("evolve_every", "pool_every") if self._given[name]}
+        return [f"{name}={steps}" for name, steps in every.items() if steps >= max_steps]
+
     def build(self, room: type[Settings], **further: Any) -> Settings:
         """
         Builds the settings of a room from the options of the same names.
@@ -785,13 +790,14 @@ class PopuLoRAConfig(GRPOConfig):
                 )
             return
         counts = {role: getattr(self, f"{role}s") for role in ROLES}
-        learning = find_learning_roles(self.learning_rate, self.teacher_learning_rate)
+        rates = {"student": min(self.member_values.get("learning_rate", [self.learning_rate]))}
+        rates["teacher"] = self.learning_rate if self.teacher_learning_rate is None else self.teacher_learning_rate
         told = f"`pool_every={self.pool_every}` with `pool={self.pool!r}`"
         for role in self.pooled_roles:
-            if counts[role] < 2 or role not in learning:
+            if counts[role] < 2 or not rates[role]:
                 raise ValueError(
-                    f"{told} needs two or more {role}s at the start that learn, each with an adapter of its own. Let "
-                    "`pool` name another role, or set `pool_every` to 0."
+                    f"{told} needs two or more {role}s at the start that learn, each with an adapter of its own and a "
+                    "learning rate above 0. Let `pool` name another role, or set `pool_every` to 0."
                 )
         if self.evolve_every and not any(counts[role] > 1 for role in self._evolving_roles):
             if self._given["evolve_every"] is not None:

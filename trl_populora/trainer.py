@@ -265,8 +265,7 @@ class PopuLoRATrainer(HubTrainer):
             if parts is None:  # before a warm start: a member that joins later begins without it
                 self._fresh = lora_members.read_member(self.model, self.population.adapters[0])
             if args.warm_start:
-                pooled = args.pooled_roles if args.pool_every else ()
-                warm_start(args.warm_start, self.model_wrapped, self.population, self.shape, pooled)
+                warm_start(args.warm_start, self.model_wrapped, self.population, self.shape, args.pooled_roles)
             if args.use_vllm:
                 self._start_vllm()
                 failed.callback(self.vllm_generation.close)
@@ -1134,11 +1133,17 @@ class PopuLoRATrainer(HubTrainer):
             `RuntimeError`: If no training is under way, or rows of the last generation still wait for an update.
             `TypeError`: If a setting is unknown or no number.
             `ValueError`: If the name is no file name or is taken, or no seat is empty, or a setting is out of range;
-                in the game, with `halve_every`, and under DeepSpeed or FSDP.
+                in the game, with `halve_every`, and under DeepSpeed or FSDP; where members are pooled, without a
+                learning rate, or after a `warm_start` without `like`.
         """
         self._check_membership("add_member")
         parents = [] if like is None else [self.population[like]]
         settings = start.read_member_settings(self.args, settings, parents[0] if parents else None, self.beta != 0)
+        if self.args.pool_every and not (settings["learning_rate"] and (parents or not self.args.warm_start)):
+            raise ValueError(
+                f"`pool_every={self.args.pool_every}`: a member that joins must learn, and begin as others did, got "
+                f"`learning_rate={settings['learning_rate']}` and `like={like!r}`. Set both."
+            )
         factors = self._fresh if like is None else lora_members.read_member(self.model, self.population.adapter(like))
         rating = dict(zip(("mu", "sigma"), rate_newborn(parents), strict=True)) if parents else {}
         step, identities = self.state.global_step, tuple(parent.identity for parent in parents)

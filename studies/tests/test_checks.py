@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import sys
 from pathlib import Path
@@ -33,16 +32,19 @@ class TestChecks:
 
     def test_a_student_alone_on_fixed_tasks(self, tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(check_learning, "HELD_OUT_TASKS", 8)  # 512 take half a minute, before and after
-        monkeypatch.setattr(sys, "argv", ["", "student", "--steps", "1", "--seeds", "3", "--output", str(tmp_path)])
+        options = "--steps 1 --seeds 3 --learning_rate 10 --output"  # a rate that wrecks whom it trains
+        monkeypatch.setattr(sys, "argv", ["", "student", *options.split(), str(tmp_path)])
         check_learning.main()
         result = json.loads(capsys.readouterr().out.splitlines()[-1])
         (figures,) = result["runs"]
         assert (figures["seed"], figures["steps"], figures["held_out_tasks"]) == (3, 1, 8)
-        assert 0 <= figures["held_out_before"] <= 1
-        assert 0 <= figures["held_out_after"] <= 1
+        assert 0.2 < figures["held_out_before"] < 1, "the base solves some"
+        assert figures["held_out_after"] == 0, "of the trained student"
         step = next(entry for entry in read_lines(tmp_path / "student_3" / "metrics.jsonl") if "loss" in entry)
         assert step["propose/valid_rate"] is None, "nobody proposes"
-        assert math.isfinite(step["solve/rate"])
+        rate, reward = step["solve/rate"], figures["reward_first"]
+        assert 0 < rate < 1
+        assert 2 * rate - 1 <= reward == figures["reward_last"] <= 1.5 * rate - 0.5, "wrong: -0.5, malformed: -1"
 
     def test_children_and_their_parents(self, tmp_path, monkeypatch, capsys):
         options = "--seeds 0 --steps 1 --attempts 1 --tasks 4 --proposals_per_teacher 2 --attempts_per_task 2"

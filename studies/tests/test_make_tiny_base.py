@@ -62,18 +62,32 @@ def shipped():
 
 
 @pytest.mark.slow
-def test_smoke_run_writes_a_model_that_loads_and_resumes(tmp_path, monkeypatch, capsys):
-    command = ["make_tiny_base.py", "--smoke", "--work", str(tmp_path), "--output", str(tmp_path / "model")]
-    monkeypatch.setattr(sys, "argv", command)
-    make_tiny_base.main()
-    assert "step     4" in capsys.readouterr().out
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert model.dtype == torch.float16
-    monkeypatch.setattr(sys, "argv", [*command, "--resume"])
-    make_tiny_base.main()
-    assert "step     5" not in capsys.readouterr().out
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+def test_a_run_that_was_interrupted_goes_on_to_the_bits_of_a_whole_one(tmp_path, monkeypatch, capsys):
+    def make(name, *options):
+        paths = ["--work", str(tmp_path / name), "--output", str(tmp_path / name / "model")]
+        monkeypatch.setattr(sys, "argv", ["make_tiny_base.py", "--smoke", *paths, *options])
+        make_tiny_base.main()
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / name / "model")
+        steps = [int(line.split()[1]) for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
+        return model, steps, json.loads((tmp_path / name / "model" / "training.json").read_text())["losses"]
+
+    whole, steps, losses = make("whole")
+    assert (whole.dtype, steps) == (torch.float16, [1, 2, 3, 4])
+    train_step = make_tiny_base.train_step
+
+    def interrupt(model, optimizers, parts, progress):
+        if progress.step == 2:
+            raise KeyboardInterrupt
+        return train_step(model, optimizers, parts, progress)
+
+    monkeypatch.setattr(make_tiny_base, "train_step", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        make("cut", "--save-minutes", "0")
+    monkeypatch.setattr(make_tiny_base, "train_step", train_step)
+    capsys.readouterr()
+    again, *told = make("cut", "--resume")
+    assert told == [[3, 4], losses]
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -165,35 +164,38 @@ def _list_attempts(tried: Mapping[str, Sequence[Sequence[Tried]]]) -> list[Tried
     return [each for groups in tried.values() for group in groups for each in group]
 
 
-def share_efforts(attempts: Sequence[Tried]) -> dict[str, float]:
-    """Computes which share of some attempts is of each effort."""
-    return {effort: number / len(attempts) for effort, number in Counter(each.effort for each in attempts).items()}
-
-
-def rate_at_effort(attempts: Sequence[Tried], shares: Mapping[str, float]) -> float | None:
-    """
-    Computes the solve rate that some attempts would have if their efforts had other shares.
-
-    Args:
-        attempts: The attempts.
-        shares: What [`share_efforts`] returns for other attempts. For an effort with fewer than `FEWEST_ALIKE` of
-            `attempts`, those of the nearest length stand in that think likewise.
-
-    Returns:
-        The rate; `None` if too few of the attempts think, or too few do not, and `shares` has some that do.
-    """
+def rate_efforts(attempts: Sequence[Tried]) -> dict[str, tuple[int, float]]:
+    """Counts the attempts of each effort, and computes their solve rate."""
     marks: dict[str, list[bool]] = {}
     for each in attempts:
         marks.setdefault(each.effort, []).append(each.correct)
-    rates = {tuple(effort.split()): fmean(of) for effort, of in marks.items() if len(of) >= FEWEST_ALIKE}
-    total = 0.0
-    for effort, share in shares.items():
+    return {effort: (len(of), fmean(of)) for effort, of in marks.items()}
+
+
+def compare_efforts(
+    efforts: Mapping[str, tuple[int, float]], base: Mapping[str, tuple[int, float]]
+) -> tuple[float, float] | None:
+    """
+    Compares the solve rates of answers of like effort.
+
+    Args:
+        efforts: What [`rate_efforts`] returns for the attempts of students.
+        base: The same for the base. The more of the base's attempts are of an effort, the more the effort counts. For
+            an effort of which the students have fewer than `FEWEST_ALIKE`, those of the nearest length stand in that
+            think likewise. If there are none, the effort does not count.
+
+    Returns:
+        What the students solve more than the base, and the share of the base's attempts that this is about; `None` if
+        none of the base's attempts has its like.
+    """
+    found = [(effort.split(), rate) for effort, (number, rate) in efforts.items() if number >= FEWEST_ALIKE]
+    gain, count = 0.0, 0
+    for effort, (number, rate) in base.items():
         way, bits = effort.split()
-        alike = [(abs(int(size) - int(bits)), rate) for (other, size), rate in rates.items() if other == way]
-        if not alike:
-            return None
-        total += share * min(alike)[1]
-    return total
+        alike = [(abs(int(size) - int(bits)), now) for (other, size), now in found if other == way]
+        if alike:
+            gain, count = gain + number * (min(alike)[1] - rate), count + number
+    return (gain / count, count / sum(number for number, _ in base.values())) if count else None
 
 
 @dataclass
@@ -207,7 +209,7 @@ class HeldOut:
         batch: Most rows that a rank generates at once; all its rows when `None`.
         seed: Seed of the samples. It is the same in every evaluation, so two evaluations differ only by the weights.
         base: The base's figures per table, measured once.
-        efforts: Which share of the base's attempts at a table was of each effort.
+        efforts: What [`rate_efforts`] says of the base's attempts at each table.
         rates: The last solve rate on the first table, by `name@version`.
         step: Optimizer steps that the members had done when `rates` were measured.
     """
@@ -217,7 +219,7 @@ class HeldOut:
     batch: int | None
     seed: int
     base: dict[str, dict[str, float]] = field(default_factory=dict)
-    efforts: dict[str, dict[str, float]] = field(default_factory=dict)
+    efforts: dict[str, dict[str, tuple[int, float]]] = field(default_factory=dict)
     rates: dict[str, float] = field(default_factory=dict)
     step: int | None = None
 
@@ -252,8 +254,9 @@ class HeldOut:
 
         Returns:
             The figures of [`scores`] over the students, the base's as `base/...`, and `{prefix}_runtime` in seconds.
-            `solve_rate_equal_effort` is the students' solve rate if they thought as often as the base, with answers as
-            long as the base's; it is missing where too few of their answers are like the base's.
+            `gain_equal_effort` is what the students solve more than the base where both think or both do not, with
+            answers of like length, and `like_base` the share of the base's answers that have their like. The first is
+            missing where none has.
         """
         start, metrics = time.perf_counter(), dict[str, float]()
         for name in self.tables:
@@ -294,11 +297,10 @@ class HeldOut:
                 # Figures over all members would repeat the figures of the only member here, the base.
                 if key not in ("thinking_rate", "mean_length") and not key.startswith("solve_rate_")
             }
-            self.efforts[name] = share_efforts(_list_attempts(base))
+            self.efforts[name] = rate_efforts(_list_attempts(base))
         # A checkpoint of an earlier version has the base's figures without its efforts.
-        rate = rate_at_effort(_list_attempts(tried), self.efforts[name]) if name in self.efforts else None
-        if rate is not None:
-            figures["solve_rate_equal_effort"] = rate
+        found = compare_efforts(rate_efforts(_list_attempts(tried)), self.efforts.get(name, {}))
+        figures |= dict(zip(("gain_equal_effort", "like_base"), found, strict=True)) if found else {"like_base": 0.0}
         return figures | self.base[name]
 
     def forget_rates(self) -> None:

@@ -454,6 +454,8 @@ def show(found: Tryout, options: TryArguments) -> Iterator[str]:
     yield from _quote_failures(found, form)
     yield f"{found.tokens_per_second:.0f} tokens a second; {100 * fmean(found.cut):.0f} % of the completions were cut."
     yield f"Groups of attempts that differ, which teach students: {100 * found.measure_mixed(form):.0f} %."
+    # A wrong end token can be why nothing is learned, so the tokens are told in either case.
+    yield f"Completions end at the tokens {', '.join(map(str, sorted(found.ends)))}, which the trainer finds itself."
     yield ""
     if obstacles := found.find_obstacles():
         yield f"Nothing can be learned yet with {form}: {', and '.join(obstacles)}."
@@ -468,7 +470,6 @@ def show(found: Tryout, options: TryArguments) -> Iterator[str]:
     yield f"  max_completion_length: {found.advise_length()}"
     yield f"  inputs_per_function: {options.inputs}"
     yield f"  temperature: {options.temperature}"
-    yield f"Completions end at the tokens {', '.join(map(str, sorted(found.ends)))}, which the trainer finds itself."
 
 
 def _suggest_ways_out(obstacles: Sequence[str], options: TryArguments) -> Iterator[str]:

@@ -160,19 +160,16 @@ def check_base(path: str, args: GRPOConfig) -> None:
         `ValueError`: If vLLM does not know the architecture, serves it only without LoRA, or has no CPU kernel for
             the size of the attention heads.
     """
-    from vllm import ModelRegistry
-    from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models import supports_lora
     from vllm.platforms import current_platform
 
     try:
-        config = EngineArgs(
-            model=path,
+        config, served = resolve_base(
+            path,
             model_impl=args.vllm_model_impl,
             trust_remote_code=args.trust_remote_code,
             revision=(args.model_init_kwargs or {}).get("revision"),
-        ).create_model_config()
-        served, _ = ModelRegistry.resolve_model_cls(config.architectures, model_config=config)
+        )
     except ValueError as error:
         raise ValueError(f"vLLM cannot serve the base {path!r}: {error} {WAY_OUT}") from error
     if not supports_lora(served):
@@ -190,3 +187,22 @@ def check_base(path: str, args: GRPOConfig) -> None:
                 f"{path!r} has attention heads of size {size}, and vLLM's CPU engine serves "
                 f"{', '.join(map(str, sizes))}. Choose another base. {WAY_OUT}"
             )
+
+
+def resolve_base(path: str, **arguments: Any) -> tuple[Any, type]:
+    """
+    Finds vLLM's configuration of a base, and vLLM's model class for it. Loads no weights.
+
+    Args:
+        path: The base: a path or Hub id.
+        **arguments: Further engine arguments that decide which class is taken, such as `model_impl`.
+
+    Raises:
+        `ValueError`: If vLLM does not know the architecture.
+    """
+    from vllm import ModelRegistry
+    from vllm.engine.arg_utils import EngineArgs
+
+    config = EngineArgs(model=path, **arguments).create_model_config()
+    served, _ = ModelRegistry.resolve_model_cls(config.architectures, model_config=config)
+    return config, served

@@ -50,6 +50,14 @@ def count_adapters(members: int) -> tuple[int, int]:
     return members + 2, 2 * members + 1
 
 
+def count_slots(members: int) -> int:
+    """
+    Counts the adapters for which a colocated engine needs room on its device (`max_loras`): each member, and the
+    base's adapter of zeros.
+    """
+    return members + 1
+
+
 class ChangeDetector:
     """
     Finds the members that have changed since the last call, by checksums of this rank's part of their tensors.
@@ -143,7 +151,11 @@ class AdapterShelf:
     def put(self, name: str, save: Callable[[Path], None]) -> str:
         """Lets `save` write a directory, and returns its path. No reader finds the path before all is written."""
         unfinished, path = self.root / f".{name}", self.root / name
-        save(unfinished)
+        try:
+            save(unfinished)
+        except BaseException:  # the disk may be full
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
         unfinished.rename(path)
         return str(path)
 

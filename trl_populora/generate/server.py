@@ -366,7 +366,7 @@ class LoRAServers:
             batches.setdefault((server, ask.version, len(ask.rows), ask.seed), []).append(ask)
 
         rows: list[Any] = [None] * len(prompts)
-        with ThreadPoolExecutor(max_workers=min(len(batches), REQUESTS_AT_A_TIME)) as pool:
+        with ThreadPoolExecutor(max_workers=REQUESTS_AT_A_TIME) as pool:
             sent = {
                 pool.submit(server.answer, asks, **params | self._choose_temperature(version)): asks
                 for (server, version, *_), asks in batches.items()
@@ -376,9 +376,9 @@ class LoRAServers:
                     for row, completion in zip(ask.rows, answer, strict=True):
                         rows[row] = completion
         keys = ("prompt_ids", "completion_ids", "logprobs", "logprob_token_ids")
-        columns = [list(column) for column in zip(*rows, strict=True)]
+        columns = {key: [row[place] for row in rows] for place, key in enumerate(keys)}
         # Without log-probabilities every entry of a column is `None`. TRL expects a single `None` instead.
-        return {key: None if column[0] is None else column for key, column in zip(keys, columns, strict=True)}
+        return {key: None if column[:1] == [None] else column for key, column in columns.items()}
 
     def _choose_temperature(self, version: Published) -> dict[str, float]:
         """Returns a member's own temperature as a parameter of its requests; empty if it has TRL's."""

@@ -44,10 +44,13 @@ from trl_populora.lora.convert import find_widest, fold
 from trl_populora.lora.layers import BASE, BASE_NAME, Router
 
 from . import publish
-from .checks import find_permitted_rank
+from .checks import find_permitted_rank, resolve_base
 from .player import make_vllm_kwargs
-from .publish import Published, StaleAdapterError
+from .publish import Published
 from .server import LoRAServers, VLLMServerError
+
+
+GRAPH_SIZES = {"cudagraph_capture_sizes", "max_cudagraph_capture_size"}  # engine arguments that say for which sizes
 
 
 class PopulationGeneration(VLLMGeneration):
@@ -132,9 +135,9 @@ class PopulationGeneration(VLLMGeneration):
         return (
             {
                 "enable_lora": True,
-                # A slot for each member and one for the base. So vLLM never takes a member's slot for another adapter,
-                # and needs no copies of members (see `_keeps_copies`).
-                "max_loras": count + 1,
+                # With a slot for each member and one for the base, vLLM never takes a member's slot for another
+                # adapter, and needs no copies of members (see `_keeps_copies`).
+                "max_loras": publish.count_slots(count),
                 # vLLM refuses room for fewer adapters in host memory than on the device.
                 "max_cpu_loras": max(publish.count_adapters(count)[1], self.engine_kwargs.get("max_loras") or 0),
                 "max_lora_rank": find_permitted_rank(config),
@@ -145,8 +148,48 @@ class PopulationGeneration(VLLMGeneration):
                 "quantization": None,
             }
             | (self._forbid_chunked_prefill() if self.accelerator.device.type == "cpu" else {})
+            | ({} if "lora_target_modules" in self.engine_kwargs else {"lora_target_modules": self._list_targets()})
             | self.engine_kwargs
+            | self._choose_graphs()
         )
+
+    def _list_targets(self) -> list[str]:
+        """
+        Lists the names of vLLM's modules that members adapt.
+
+        By itself vLLM also keeps slots for embeddings and output head, which members seldom adapt. With a large
+        vocabulary these slots are as large as half of a member, and each token would pass through them.
+        """
+        _, served = resolve_base(
+            self.model.name_or_path,
+            model_impl=self.model_impl,
+            trust_remote_code=self.trust_remote_code,
+            **{name: given for name, given in self.engine_kwargs.items() if name in ("revision", "hf_overrides")},
+        )
+        modules = {
+            _name_module(key) for name in self.members for key in lora_members.member_parameters(self.model, name)
+        }
+        # Some of vLLM's model classes rename modules.
+        if (mapper := getattr(served, "hf_to_vllm_mapper", None)) is not None:
+            rename = mapper.get_rename_mapper()
+            modules = {rename.map_name(module) or module for module in modules}
+        return sorted({module.rpartition(".")[2] for module in modules})
+
+    def _choose_graphs(self) -> dict[str, Any]:
+        """
+        Chooses for how many rows vLLM records CUDA graphs. What the user says of it counts.
+
+        By itself vLLM records graphs for twice as many rows as a step has, for many sizes below, and all of them
+        once more without adapters. But here every row has an adapter.
+        """
+        given = self.engine_kwargs.get("compilation_config")
+        if not isinstance(given, dict | None):  # vLLM also takes a number or an object
+            return {}
+        chosen: dict[str, Any] = {"cudagraph_specialize_lora": False}
+        rows = self.engine_kwargs.get("max_num_seqs") or self.max_num_seqs
+        if rows and GRAPH_SIZES.isdisjoint([*(given or ()), *self.engine_kwargs]):
+            chosen["cudagraph_capture_sizes"] = list_graph_sizes(rows)
+        return {"compilation_config": chosen | (given or {})}
 
     @property
     def _keeps_copies(self) -> bool:
@@ -208,13 +251,16 @@ class PopulationGeneration(VLLMGeneration):
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
             damaged = {adapter.member for adapter in self.llm.find_damaged(self.published.values())}
-            if BASE_NAME in damaged:  # `generate` publishes it again for the next row of the base
-                self.llm.unload(self.published.pop(BASE_NAME))
         # A member is published if any rank's part of it has changed, or if any rank's engine has damaged it. All ranks
-        # must agree, because publishing is collective.
-        moved = self._detector.detect_changes(self.model, self.members)
-        flags = gather_object([[flag or name in damaged for flag, name in zip(moved, self.members, strict=True)]])
-        changed = [name for name, *wanted in zip(self.members, *flags, strict=True) if any(wanted)]
+        # must agree, because publishing is collective, and the ranks of one engine must know an adapter by one name.
+        names = [*self.members, BASE_NAME]
+        moved = [*self._detector.detect_changes(self.model, self.members), False]
+        flags = gather_object([[flag or name in damaged for flag, name in zip(moved, names, strict=True)]])
+        changed = [name for name, *wanted in zip(names, *flags, strict=True) if any(wanted)]
+        if BASE_NAME in changed:  # `generate` publishes it again for the next row of the base
+            changed.remove(BASE_NAME)
+            if (base := self.published.pop(BASE_NAME, None)) is not None:
+                self.llm.unload(base)
         if changed:
             try:
                 self._publish(changed)
@@ -225,7 +271,9 @@ class PopulationGeneration(VLLMGeneration):
 
     def _publish(self, members: Sequence[str]) -> None:
         """Publishes members. Every rank takes part, because reading a member is collective."""
-        retired = [self.published[member].path for member in members if member in self.published]
+        # Here go the directories that an earlier publication has replaced. So each stays for one publication more.
+        if self._shelf is not None:
+            self._shelf.sweep_retired()
         for member in members:
             self._count += 1
             adapter = Published(member, f"{member}-{self._run}-{self._count}", self._count)
@@ -236,15 +284,10 @@ class PopulationGeneration(VLLMGeneration):
                 self._write(adapter, *fold(factors, config))
             elif self.backend is not None:
                 adapter = self._serve(adapter, *fold(factors, config))
-                if member in self.published:
-                    self.backend.unload(self.published[member])
+            former = self.published.get(member)
             self.published[member] = adapter
-        # Removes the directories that the previous publication replaced. Those that this one replaced stay until the
-        # next publication.
-        if self._shelf is not None:
-            self._shelf.sweep_retired()
-            for path in retired:
-                self._shelf.retire(path)
+            if former is not None and self._shelf is not None:
+                self._withdraw(former)
 
     def _read_factors(self, member: str) -> dict[str, torch.Tensor]:
         """Reads a member's factors. For the base it makes zeros in a member's shapes: they add nothing."""
@@ -279,16 +322,25 @@ class PopulationGeneration(VLLMGeneration):
         adapter = self._load(adapter, factors, config)
         try:
             self.backend.probe(adapter, next(value for key, value in factors.items() if "lora_B" in key))
-        except StaleAdapterError:
-            self.backend.unload(adapter)
+        except Exception:
+            self._withdraw(adapter)
             raise
         return adapter
+
+    def _withdraw(self, adapter: Published) -> None:
+        """Unloads an adapter from all servers. Its directory goes with the next publication."""
+        self._open_shelf().retire(adapter.path)
+        self.backend.unload(adapter)
 
     def _load(self, adapter: Published, factors: Mapping[str, torch.Tensor], config: LoraConfig) -> Published:
         """Writes an adapter's directory, and lets all servers load it."""
         save = partial(lora_members.save_factors, factors, config)
         adapter = replace(adapter, path=self._open_shelf().put(adapter.name, save))
-        self.backend.load(adapter)
+        try:
+            self.backend.load(adapter)
+        except Exception:
+            self._open_shelf().retire(adapter.path)
+            raise
         return adapter
 
     def _check_modules(self, factors: Mapping[str, torch.Tensor], config: LoraConfig) -> None:
@@ -306,16 +358,15 @@ class PopulationGeneration(VLLMGeneration):
         first = next(iter(kinds.values()))
         nothing = {key: torch.zeros_like(value) for key, value in first.items()}
         self._count += 1  # if the check fails and is made again, its adapters need new names
-        probes = [
-            self._load(Published(name, f"{name}-{self._run}-{self._count}", self._count), values, config)
-            for name, values in {"nothing": nothing, **kinds}.items()
-        ]
+        probes: list[Published] = []
         try:
+            for name, values in {"nothing": nothing, **kinds}.items():
+                probe = Published(name, f"{name}-{self._run}-{self._count}", self._count)
+                probes.append(self._load(probe, values, config))
             self.backend.check_modules(probes[0], dict(zip(kinds, probes[1:], strict=True)))
         finally:
             for probe in probes:
-                self.backend.unload(probe)
-                self._open_shelf().retire(probe.path)
+                self._withdraw(probe)
 
     def _open_shelf(self) -> publish.AdapterShelf:
         """Makes the shelf when it is needed for the first time."""
@@ -408,6 +459,16 @@ class PopulationGeneration(VLLMGeneration):
         """Shuts down a colocated engine. Call it before the process group ends: vLLM needs the group."""
         if self.mode == "colocate":
             self.llm.llm_engine.engine_core.shutdown()
+
+
+def list_graph_sizes(rows: int) -> list[int]:
+    """
+    Lists the numbers of rows for which a CUDA graph is worth recording, if at most `rows` run at once. vLLM rounds up
+    to the next of them: about 32 numbers at most, because recording one takes a fraction of a second.
+    """
+    apart = max(32, -(-rows // 256) * 8)  # a multiple of 8
+    sizes = [size for size in (8, 16, *range(apart, rows, apart)) if size < rows]
+    return [*sizes, rows]
 
 
 def _name_module(key: str) -> str:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-TAGS = ("trl", "populora", "lora", "peft", "reinforcement-learning")
+TAGS = ("trl", "trl-populora", "populora", "lora", "peft", "reinforcement-learning")
 
 CARD = """---
 {metadata}
@@ -71,13 +71,7 @@ args = PopuLoRAConfig("runs/more", {numbers}, warm_start="{repo}")
 PopuLoRATrainer("{base}"{given}, args=args, peft_config={lora}).train()
 ```
 
-All members in one vLLM server{folding}:
-
-```bash
-hf download {repo} --local-dir population
-vllm serve {base_shell} --enable-lora --max-loras {members} --max-lora-rank {vllm_rank} \\
-    --lora-modules {modules}
-```
+{serving}
 
 {lineage}## Training
 
@@ -133,6 +127,17 @@ STREAMS = {"shared": "all members on the same prompts", "own": "each member on p
 
 # vLLM takes only these values as `--max-lora-rank`. An adapter of another rank runs under the next higher one.
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+SERVING = """\
+All members in one vLLM server{folding}:
+
+```bash
+hf download {repo} --local-dir population
+vllm serve {base_shell} --enable-lora --max-loras {members} --max-lora-rank {vllm_rank} \\
+    --lora-modules {modules}
+```"""
+NO_SERVING = """\
+vLLM serves adapters up to rank {highest}, and these have {rank}. `populora export --merge` writes a member as a \
+whole model, which vLLM serves."""
 FOLDING = (
     ". vLLM scales every module by `r` and `lora_alpha` and ignores the patterns that these members have: first call "
     "`trl_populora.lora.convert.fold_patterns(directory)`, which rewrites a member as an equal one without patterns"
@@ -200,12 +205,13 @@ def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, d
         "step": population["step"],
         **(_tell_game(population) if plays else _tell_prompts(population)),
     }
+    code = _write_base_code(base, population.get("settings", {}).get("base_revision", "main"))
     text = CARD.format(
         metadata=metadata.to_yaml(),
         name=name.split("/")[-1],
         **{part: text.format(**facts) for part, text in parts.items()},
         base=base,
-        **_write_base_code(base, population.get("settings", {}).get("base_revision", "main")),
+        **code,
         best=best,
         best_by=best_by,
         evaluation=format_results(figures, best, best_by),
@@ -213,12 +219,18 @@ def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, d
         plots=_embed_pictures(root),
         repo=repo,
         lora=_write_lora(population["lora"]),
-        members=len(members),
         member=members[0]["adapter"],
         quantization=_describe_quantization(population.get("base_quantization")),
-        folding=FOLDING if any(patterns) else "",
-        vllm_rank=next((rank for rank in VLLM_RANKS if rank >= largest), VLLM_RANKS[-1]),
-        modules=" ".join(f"{member['name']}=population/{member['adapter']}" for member in members),
+        serving=(SERVING if largest <= VLLM_RANKS[-1] else NO_SERVING).format(
+            folding=FOLDING if any(patterns) else "",
+            repo=repo,
+            base_shell=code["base_shell"],
+            members=len(members),
+            vllm_rank=min((rank for rank in VLLM_RANKS if rank >= largest), default=None),
+            modules=" ".join(f"{member['name']}=population/{member['adapter']}" for member in members),
+            highest=VLLM_RANKS[-1],
+            rank=largest,
+        ),
         lineage=f"## Lineage\n\n{_write_lineage(lineage)}\n\n" if plays or lineage else "",
         settings=json.dumps(population.get("settings", {}), indent=2),
         citation=CITATION,
@@ -288,7 +300,7 @@ def _describe_held_out_base(population: Mapping[str, Any]) -> str:
     """Writes the base's solve rate on held-out tasks. If training went on after that evaluation, adds its step."""
     rate, step = population.get("held_out_base"), population.get("held_out_step")
     earlier = "" if step in (None, population["step"]) else f", measured after step {step}"
-    return earlier if rate is None else f" (the base without an adapter: {rate:.3f}){earlier}"
+    return earlier if rate is None else f" (the base without an adapter: {100 * rate:.0f} %){earlier}"
 
 
 def _embed_pictures(root: Path) -> str:
@@ -386,7 +398,7 @@ def format_archive_card(path: Path, population: Mapping[str, Any], repo: str) ->
     name = repo.split("/")[-1]
     metadata = DatasetCardData(
         pretty_name=name,
-        tags=["populora", "trl", "code", "self-play"],
+        tags=["populora", "trl-populora", "trl", "code", "self-play"],
         task_categories=["text-generation"],
         size_categories=[_name_size(kinds.total())],
         configs=[{"config_name": "default", "data_files": [{"split": "train", "path": path.name}], "default": True}],
@@ -436,5 +448,5 @@ def _count_bytes(file: Any) -> int:
 
 def _name_size(tasks: int) -> str:
     """Names the Hub's size category for a number of rows."""
-    bounds = {1_000: "n<1K", 10_000: "1K<n<10K", 100_000: "10K<n<100K", 1_000_000: "100K<n<1M"}
-    return next((word for bound, word in bounds.items() if tasks < bound), "1M<n<10M")
+    sizes = ("n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M", "100M<n<1B")
+    return sizes[min(max(len(str(tasks)) - 3, 0), len(sizes) - 1)]

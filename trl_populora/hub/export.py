@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_populora.assets import resolve_model_path
 from trl_populora.hub.download import fetch
+from trl_populora.lora.checks import is_quantised
 from trl_populora.lora.convert import average
 from trl_populora.run.read import POPULATION_FILE, read_population
 from trl_populora.run.saved_population import check_one_moment
@@ -54,7 +55,8 @@ def export_member(
         out: Directory to make. It must not exist yet.
         member: Name of the member; the best student by default.
         merge: Whether to write a whole model instead of an adapter. The model has the dtype in which the base is
-            saved. A member that was trained on a quantised base is merged into the base without quantization.
+            saved. A member that was trained on a quantised base is merged into the base without quantization; a base
+            that is saved quantised is dequantised.
         merge_students: Whether to write the mean of what all students add to the base. The rank of that adapter is the
             sum of the students' ranks.
 
@@ -99,12 +101,18 @@ def export_member(
 
 def _merge_into_base(saved: dict, directory: Path) -> None:
     """Merges the adapter in a directory into the base, and puts the merged model in place of the adapter's files."""
-    if saved.get("base_quantization"):
-        logger.warning("Training ran on a quantised base. The merge takes the base without quantization.")
     revision = saved.get("settings", {}).get("base_revision", "main")
     base = AutoModelForCausalLM.from_pretrained(
         resolve_model_path(saved["base_model"]), revision=revision, dtype="auto"
     )
+    if is_quantised(base):
+        logger.warning(
+            "The base is saved quantised. The merge dequantises it, so the model is as large as one in %s.", base.dtype
+        )
+        base = base.dequantize()
+        base._weight_conversions = None  # they would quantise again what is saved
+    elif saved.get("base_quantization"):
+        logger.warning("Training ran on a quantised base. The merge takes the base without quantization.")
     merged = PeftModel.from_pretrained(base, directory).merge_and_unload()
     for file in (CONFIG, WEIGHTS):
         (directory / file).unlink()

@@ -357,7 +357,7 @@ def make_space(run: str | Path, directory: str | Path, repo: str, model: str | N
         sdk="static",
         app_file="index.html",
         short_description="Report of a PopuLoRA run",
-        tags=["populora", "trl"],
+        tags=["populora", "trl-populora", "trl"],
         models=[model] if model else None,
     )
     (root / "README.md").write_text(f"---\n{card.to_yaml()}\n---\n", encoding="utf-8")

@@ -19,7 +19,13 @@ from trl_populora.lora.members import read_member, unwrap_peft_model, write_memb
 from trl_populora.population.members import PRIOR_SIGMA, ROLES, Population
 from trl_populora.run.checkpoint import write_member_file
 from trl_populora.run.read import POPULATION_FILE
-from trl_populora.run.saved_population import Shape, check_one_moment, check_same_shape, warn_of_revision
+from trl_populora.run.saved_population import (
+    Shape,
+    check_one_moment,
+    check_pooled,
+    check_same_shape,
+    warn_of_revision,
+)
 
 
 logger = logging.getLogger(__name__)
@@ -47,7 +53,7 @@ def warm_start(
         model: The members' model.
         population: The members. Their parents are set, and with a saved population also mu and sigma.
         shape: Base and LoRA settings of the members, which a saved population has to fit.
-        pooled_roles: Roles whose members are pooled. A list must name the same adapter for all members of such a role.
+        pooled_roles: Roles whose members are pooled. They must begin with one adapter, or as members that began so.
 
     Raises:
         `ValueError`: If a source cannot be read, names unknown roles or has a wrong number of adapters; if a saved
@@ -60,7 +66,7 @@ def warm_start(
         # A saved population has its best student at its root, so it looks like an adapter as well. A directory that is
         # neither is read as a population, because the error then names `population.json`.
         if (root / POPULATION_FILE).exists() or not (root / ADAPTER[0]).exists():
-            _start_from_population(root, model, population, shape)
+            _start_from_population(root, model, population, shape, pooled_roles)
             return
         source = dict.fromkeys(ROLES, source)
     adapters = population.held_adapters
@@ -142,7 +148,9 @@ def _load_weights(root: Path) -> dict[str, torch.Tensor]:
     return load_peft_weights(str(root), device="cpu")
 
 
-def _start_from_population(root: Path, model: torch.nn.Module, population: Population, shape: Shape) -> None:
+def _start_from_population(
+    root: Path, model: torch.nn.Module, population: Population, shape: Shape, pooled_roles: Sequence[str]
+) -> None:
     """
     Starts the members from those of a saved population, the best of each role first.
 
@@ -153,6 +161,7 @@ def _start_from_population(root: Path, model: torch.nn.Module, population: Popul
     """
     saved = check_same_shape(root, shape)
     check_one_moment(root, saved)
+    check_pooled(root, saved, pooled_roles)
     # Students come last: a single agent has one adapter for both roles, and it keeps the best student's weights.
     for role in ROLES:
         ranked = sorted((m for m in saved["members"] if m["role"] == role), key=lambda m: -m["mu"])

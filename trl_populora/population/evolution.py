@@ -258,8 +258,8 @@ def inherit(parent: Member, noise: float, seed: int) -> dict[str, Any]:
 
 def find_learning_roles(rate: float, teachers: float | None) -> tuple[str, ...]:
     """
-    Finds the roles that may evolve or be pooled. If `teacher_learning_rate` is set, a role with learning rate 0 is
-    left out, because it does not learn.
+    Finds the roles that may evolve. If `teacher_learning_rate` is set, a role with learning rate 0 is left out,
+    because it does not learn.
 
     Args:
         rate: The option `learning_rate`.

@@ -75,6 +75,15 @@ def compute_product_norms(factors: Factors) -> Tensor:
     return _multiply_products(factors, factors).clamp(min=0).sqrt()
 
 
+def compute_inner_products(members: Sequence[Factors]) -> list[list[float]]:
+    """Computes the inner product of every two members' updates, over all modules together, `[members, members]`."""
+    found = [[0.0] * len(members) for _ in members]
+    for column, other in enumerate(members):
+        for row, one in enumerate(members[: column + 1]):
+            found[row][column] = found[column][row] = float(_multiply_products(one, other).sum())
+    return found
+
+
 def compare(child: Factors, parent: Factors) -> dict[str, float]:
     """
     Compares a child's update with a parent's, over all modules together.
@@ -86,8 +95,8 @@ def compare(child: Factors, parent: Factors) -> dict[str, float]:
         `cosine` of the two updates, and `norm_ratio`, child over parent. Both are NaN if the parent's update is zero,
         and `cosine` also if the child's is.
     """
-    ours, theirs = (float(_multiply_products(f, f).sum().clamp(min=0).sqrt()) for f in (child, parent))
-    both = float(_multiply_products(child, parent).sum())
+    (ours, both), (_, theirs) = compute_inner_products([child, parent])
+    ours, theirs = math.sqrt(max(ours, 0.0)), math.sqrt(max(theirs, 0.0))
     return {
         "cosine": both / (ours * theirs) if ours * theirs else math.nan,
         "norm_ratio": ours / theirs if theirs else math.nan,

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
-from trueskill import Rating, TrueSkill, calc_draw_margin, rate_1vs1
+from trueskill import Rating, TrueSkill, calc_draw_margin
 from trueskill.mathematics import Gaussian
 
 from trl_populora.options import find_function
@@ -295,8 +295,20 @@ def _rate_games(
     for match, lead in zip(matches, leads, strict=True):
         rated[""] = Rating(GIVEN_TASKS.mu, WINS.tau)  # given tasks stay as they are
         first, second = (match.student, match.teacher) if lead > 0 else (match.teacher, match.student)
-        rated[first], rated[second] = rate_1vs1(rated[first], rated[second], abs(lead) <= margin, env=WINS)
+        rated[first], rated[second] = _rate(WINS, [rated[first], rated[second]], [0, int(abs(lead) > margin)])
     return rated
+
+
+def _rate(rules: TrueSkill, ratings: Sequence[Rating], ranks: Sequence[int]) -> list[Rating]:
+    """Rates the players of one game, who came in at these ranks."""
+    groups = [(rating,) for rating in ratings]
+    try:
+        return [rating for (rating,) in rules.rate(groups, ranks)]
+    except FloatingPointError:
+        # Of ratings some 200 points apart, the probability of an upset is 0 in fp64. mpmath, which comes with torch,
+        # knows smaller numbers, and is slow.
+        exact = TrueSkill(rules.mu, rules.sigma, rules.beta, rules.tau, rules.draw_probability, backend="mpmath")
+        return [rating for (rating,) in exact.rate(groups, ranks)]
 
 
 def rate_by_rewards(population: Population, means: Mapping[str, float]) -> None:
@@ -314,11 +326,9 @@ def rate_by_rewards(population: Population, means: Mapping[str, float]) -> None:
     if len(known) > 1:
         rules = TrueSkill(beta=BETA, tau=TAU, draw_probability=DRAW_PROBABILITY)
         highest_first = sorted({means[member.name] for member in known}, reverse=True)
-        rated = rules.rate(
-            [(Rating(member.mu, member.sigma),) for member in known],
-            ranks=[highest_first.index(means[member.name]) for member in known],
-        )
-        for member, (rating,) in zip(known, rated, strict=True):
+        ratings = [Rating(member.mu, member.sigma) for member in known]
+        rated = _rate(rules, ratings, [highest_first.index(means[member.name]) for member in known])
+        for member, rating in zip(known, rated, strict=True):
             member.mu, member.sigma = rating.mu, rating.sigma
     for member in known:
         member.age += 1

@@ -47,6 +47,7 @@ STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,
     "grid.alpha": 0.25,
     "legend.frameon": False,
+    "text.parse_math": False,  # names of members and kinds are text, also `$x$`
 }
 
 

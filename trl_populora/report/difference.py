@@ -79,16 +79,17 @@ def compare_members(run: Run, role: str) -> Matrix:
     try:
         from safetensors.torch import load_file
 
-        from trl_populora.population.factors import compare
+        from trl_populora.population.factors import compute_inner_products
 
         found = [load_file(run.root / adapters[name] / "adapter_model.safetensors") for name in names]
     except (ImportError, OSError, SafetensorError):  # torch is not installed, or a run in progress writes the files
         return []
-    cosines = [[1.0] * len(found) for _ in found]
-    for row, one in enumerate(found):
-        for column in range(row + 1):
-            cosines[row][column] = cosines[column][row] = compare(one, found[column])["cosine"]
-    return cosines
+    products = compute_inner_products(found)
+    norms = [math.sqrt(max(row[place], 0.0)) for place, row in enumerate(products)]
+    return [
+        [product / (one * other) if one * other else math.nan for product, other in zip(row, norms, strict=True)]
+        for row, one in zip(products, norms, strict=True)
+    ]
 
 
 def count_right(attempts: Sequence[Mapping[str, Any]], students: Sequence[str], kinds: Sequence[str]) -> Matrix:

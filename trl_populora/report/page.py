@@ -189,6 +189,7 @@ def _write_facts(run: Run) -> str:
     state = " (in progress or stopped)" if run.planned and not run.finished else ""
     settings = population.get("settings", {})
     steps, evaluations = run.seconds
+    told = f", {format_duration(evaluations)} of evaluations" if evaluations else ""
     facts = {
         "steps": done + state,
         "base model": population.get("base_model", "-"),
@@ -197,7 +198,7 @@ def _write_facts(run: Run) -> str:
         **_list_chosen_facts(settings, run.game),
         "tokens": _format_number(last.get("num_tokens"), ",.0f"),
         "seed": settings.get("seed", "-"),
-        "duration": format_duration(steps) + (f", evaluations {format_duration(evaluations)}" if evaluations else ""),
+        "duration": f"{format_duration(steps)} of steps" + told,
         "versions": ", ".join(f"{name} {number}" for name, number in population.get("versions", {}).items()) or "-",
     }
     if settings.get("single_agent"):
@@ -215,9 +216,9 @@ def _list_step_facts(run: Run) -> dict[str, str]:
     length, cut = late("completions/mean_length"), late("completions/clipped_ratio")
     told = None if length is None else f"{length:.0f} tokens" + ("" if cut is None else f", {format_percent(cut)} cut")
     facts = {
-        "a step": format_value(late("step_time"), "seconds"),
-        "a completion": told or "-",
-        "groups with equal rewards": format_value(late(FLAT), "share"),
+        "a step at the end": format_value(late("step_time"), "seconds"),
+        "a completion at the end": told or "-",
+        "groups with equal rewards at the end": format_value(late(FLAT), "share"),
     }
     return {name: value for name, value in facts.items() if value != "-"}
 
@@ -271,8 +272,7 @@ def _write_changes(run: Run) -> str:
     played, ((start, end), measured) = compare_fifths(run), compare_evaluations(run)
     clear = [change for change in played if change.clear]
     told = [change.told for change in (*measured[:1], *clear) if change.difference]
-    what = "Everything else" if clear else f"Everything that the {'game' if run.game else 'run'} measures"
-    rest = f"{what} changed no more than steps differ by chance."
+    rest = f"{'No other change' if clear else 'No change'} is larger than steps may differ by chance."
     # The test needs two steps in each fifth.
     if all(change.clear is None for change in played):
         rest = "The run is too short to tell changes from chance. Ten logged steps are enough."
@@ -282,8 +282,9 @@ def _write_changes(run: Run) -> str:
         header = ("", f"step {start}", f"step {end}", "change", *(("base",) if run.game else ()))
         parts.insert(0, _write_change_table(header, measured))
     note = (
-        "First and last fifth of the logged steps. Bold: a clear change, by Welch's test at 1 %. The test treats "
-        "steps as independent. Neighbouring steps are not quite, so even a bold line may be chance."
+        "First and last fifth of the logged steps; a dash: nothing was there to measure. Bold: a clear change, by "
+        "Welch's test at 1 %. The test treats steps as independent. Neighbouring steps are not quite, so even a bold "
+        "line may be chance; and with few steps a large change may stay unmarked."
     )
     tables = "".join(f"<div>{table}</div>" for table in parts)
     return f'<ul>{items}<li>{rest}</li></ul><div class="columns">{tables}</div><p class="note">{note}</p>'

@@ -38,6 +38,7 @@ NARROW: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 )
 NARROWED = 0.6
 MOSTLY = 0.5  # if less than this part of a gain is left at equal effort, it is longer reasoning
+FEWEST_LIKE = 0.5  # share of the base's answers that need their like, so that this can be told
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Verdict:
     Args:
         word: `"broken"`, `"narrowing"`, `"learning"`, `"flat"` or `"cannot be told"`.
         why: The figures that say so, as a sentence.
-        remark: A sentence, if the gain is mostly longer reasoning; otherwise empty.
+        remark: A sentence, if the gain is mostly longer reasoning, or may be; otherwise empty.
     """
 
     word: str
@@ -118,7 +119,7 @@ def _measure_gain(run: Run) -> tuple[float, float, str, str]:
 
     Returns:
         The last solve rate less the first, half of the difference's 95 % interval, a sentence with both, and a remark
-        if the gain is mostly longer reasoning. NaN without two evaluations.
+        if the gain is mostly longer reasoning, or may be. NaN without two evaluations.
     """
     table = (run.tables or ["eval/"])[0]
     entries = [entry for entry in run.evaluations if entry.get(f"{table}solve_rate_mean") is not None]
@@ -141,20 +142,24 @@ def _measure_gain(run: Run) -> tuple[float, float, str, str]:
 
 def _tell_reasoning(first: dict, last: dict, table: str, gain: float) -> str:
     """
-    Says so if a gain is mostly longer reasoning: if less than half of it would be left had the students thought as
-    often as the base, with answers as long as the base's.
+    Says so if a gain is mostly longer reasoning: if less than half of it is left where students and base think or both
+    do not, with answers of like length. If most of the base's answers have no like left, this cannot be told.
     """
-    before, after = (entry.get(f"{table}solve_rate_equal_effort") for entry in (first, last))
-    if before is None or after is None:
-        return ""  # an earlier version, or too few answers are like the base's
-    left = after - before
-    (length, share), (now_length, now_share) = (
-        (entry.get(f"{table}mean_length") or 0.0, entry.get(f"{table}thinking_rate") or 0.0) for entry in (first, last)
-    )
-    if gain <= 0 or left >= MOSTLY * gain or (now_length <= length and now_share <= share):
+    names = ("thinking_rate", "mean_length", "like_base")
+    figures = [entry[key] for entry in (first, last) for name in names if entry.get(key := table + name) is not None]
+    if gain <= 0 or len(figures) < 2 * len(names):  # an earlier version has no such figures
         return ""
-    return (
-        f"Most of it is longer reasoning: {format_percent(now_share)} of the answers are worked out instead of "
-        f"{format_percent(share)}, an answer has {now_length:.0f} tokens instead of {length:.0f}, and at the base's "
-        f"effort {100 * left:+.0f} points would be left."
+    share, length, _, now_share, now_length, like = figures
+    if now_length <= length and now_share <= share:
+        return ""
+    told = (
+        f"{format_percent(now_share)} of the answers are worked out instead of {format_percent(share)}, an answer has "
+        f"{now_length:.0f} tokens instead of {length:.0f}, and"
     )
+    if like < FEWEST_LIKE:
+        rest = f"only {format_percent(like)} of the base's answers have their like."
+        return f"How much of it is longer reasoning cannot be told: {told} {rest}"
+    left = last[f"{table}gain_equal_effort"] - (first.get(f"{table}gain_equal_effort") or 0.0)
+    if left >= MOSTLY * gain:
+        return ""
+    return f"Most of it is longer reasoning: {told} among answers like the base's {100 * left:+.0f} points are left."

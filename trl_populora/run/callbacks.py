@@ -244,6 +244,13 @@ class _Alarms(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._well, self._begin = {}, state.global_step
+        for told in args.list_idle_options(state.max_steps) if state.is_world_process_zero else ():
+            logger.warning(
+                "`%s` does nothing in a run of %d optimizer steps: it acts when the step after begins. Lower it, or "
+                "set it to 0.",
+                told,
+                state.max_steps,
+            )
 
     def _warn_of_weights(self, args: Any, step: int, logs: Mapping[str, Any]) -> None:
         # In the `sequence_...` modes a completion has one weight: the product of its tokens' ratios. TRL cuts or masks

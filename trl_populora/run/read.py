@@ -61,12 +61,18 @@ def list_rewards(logs: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
 def list_idle(population: Mapping[str, Any]) -> list[str]:
     """
     Lists the members of a dataset run whose answers never had an advantage. Members that have left are among them.
+    Who came later is listed only after ten optimizer steps: one generation may be bad luck.
 
     Args:
         population: Contents of `population.json`.
     """
     members = (*population.get("left", ()), *population.get("members", ()))
-    return sorted(name_holder(member) for member in members if member.get("learned") is False)
+    found = [member for member in members if member.get("learned") is False]
+    return sorted(
+        name_holder(each)
+        for each in found
+        if not each["born"] or each.get("step", population["step"]) - each["born"] >= 10
+    )
 
 
 def name_holder(member: Mapping[str, Any]) -> str:

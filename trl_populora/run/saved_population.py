@@ -4,6 +4,7 @@ members, Shape, settings      --describe---------> contents of population.json
 population.json, Shape        --check_same_shape-> contents of the file, or an error that names the field
 population.json, settings     --check_settings---> one error for all changes that a resume may not make,
                                                    else one warning for all changes
+population.json, pooled roles --check_pooled-----> an error if their members did not begin alike
 population.json, files beside --check_one_moment-> an error if they were saved after different steps
 """
 
@@ -29,6 +30,7 @@ from trl_populora.files import FORMAT, SETTINGS_VERSION, drop_secrets
 from trl_populora.lora.convert import find_widest
 from trl_populora.lora.members import read_saved_step
 from trl_populora.population.members import Population
+from trl_populora.population.pooling import find_pooled_roles
 from trl_populora.run.read import POPULATION_FILE, read_population
 from trl_populora.step.prompts import MemberScores
 from trl_populora.step.referee import Referee
@@ -353,6 +355,7 @@ def check_settings(args: GRPOConfig, root: Path, saved: Mapping[str, Any], same_
 
     Raises:
         `ValueError`: If a setting differs that the checkpoint decides. The message names all of them with both values.
+            Also as [`check_pooled`].
     """
     # Our values go through JSON, too, so that tuples and lists compare as equal.
     ours, theirs = json.loads(json.dumps(_collect_settings(args))), saved.get("settings", {})
@@ -372,6 +375,7 @@ def check_settings(args: GRPOConfig, root: Path, saved: Mapping[str, Any], same_
             f"{root / POPULATION_FILE}: a resumed run cannot change these settings: {'; '.join(refused)}. Resume "
             "with the saved values, or start a new run with `warm_start` to change them."
         )
+    check_pooled(root, saved, _find_pooled(ours))
     if gone := sorted(theirs.keys() - ours.keys()):
         logger.warning(
             "%s has settings that this version does not know. The run goes on without them: %s.",
@@ -381,6 +385,34 @@ def check_settings(args: GRPOConfig, root: Path, saved: Mapping[str, Any], same_
     if changed:
         told = "; ".join(f"`{name}` was {theirs[name]!r}, is {ours[name]!r}" for name in changed)
         logger.warning("Resuming %s with other settings, which hold from here on: %s.", root, told)
+
+
+def check_pooled(root: Path, saved: Mapping[str, Any], roles: Sequence[str]) -> None:
+    """
+    Refuses to pool saved members that did not begin with one adapter: if their matrices A differ, the mean of their
+    factors means nothing. Members of a role that was pooled before are alike.
+
+    Args:
+        root: Directory of a saved population.
+        saved: Contents of its `population.json`.
+        roles: Roles that are to be pooled.
+
+    Raises:
+        `ValueError`: If evolution has made a member of such a role, or if its members began with different adapters.
+    """
+    for role in set(roles).difference(_find_pooled(saved.get("settings", {}))):
+        members = [member for member in saved["members"] if member["role"] == role]
+        begun = {(member["operator"], *member["parents"]) for member in members}
+        if len(members) > 1 and (len(begun) > 1 or not begun <= {("init",), ("warm_start", *members[0]["parents"])}):
+            raise ValueError(
+                f"`pool_every` would make the mean of the {role}s of {root}, which means nothing: they did not begin "
+                f"with one adapter ({', '.join(sorted({each[0] for each in begun}))}). Start a run from one of them "
+                f"(`warm_start={{{role!r}: {str(root / members[0]['adapter'])!r}}}`), or set `pool_every` to 0."
+            )
+
+
+def _find_pooled(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    return find_pooled_roles(settings["pool"]) if settings.get("pool_every") else ()
 
 
 def check_one_moment(root: Path, saved: Mapping[str, Any], adapters: Sequence[str] | None = None) -> None:

@@ -333,7 +333,6 @@ def _sort_dictionaries(text: str) -> str:
 
 
 SCHEMA_VERSION = 5
-_OLDER_VERSIONS = ("3", "4")  # they have the same columns; their keys come from other normal forms
 _VERSION_KEY, _STEP_KEY = b"populora_archive", b"populora_step"
 
 # Rows that are written or read at a time. So no table is ever in memory as a whole beside the tasks themselves.
@@ -425,12 +424,11 @@ def load_archive(archive: TaskArchive, path: str | Path, coverage: dict[str, Any
         raise ValueError(f"{path} cannot be read ({error}). Is it missing or cut off?") from error
     with file:
         found = (file.schema_arrow.metadata or {}).get(_VERSION_KEY, b"none").decode()
-        older = found in _OLDER_VERSIONS
-        if not older and found != str(SCHEMA_VERSION):
+        if found != str(SCHEMA_VERSION):
             raise ValueError(
                 f"{path}: field `{_VERSION_KEY.decode()}` of the schema is {found}, this version reads "
-                f"{SCHEMA_VERSION}, {' and '.join(_OLDER_VERSIONS)}. The tasks themselves can seed a new run: pass "
-                "the table as `train_dataset`."
+                f"{SCHEMA_VERSION}. The tasks themselves can seed a new run: pass the file as `seed_tasks`, or the "
+                "table as `train_dataset`."
             )
         for field in make_schema():
             if field.name not in file.schema_arrow.names:
@@ -438,22 +436,9 @@ def load_archive(archive: TaskArchive, path: str | Path, coverage: dict[str, Any
             if (held := file.schema_arrow.field(field.name).type) != field.type:
                 raise ValueError(f"{path}: column `{field.name}` holds {held}, expected {field.type}.")
         try:
-            forms: set[int] = set()
-            entries = _read_entries(file, path)
-            archive.restore(_renew_keys(entries, forms) if older else entries, coverage)
-            if older:
-                # The saved hashes of forms come from the older normal form. Those of tasks that have left the archive
-                # cannot be computed again, and are forgotten. `programs` counts on from the tasks in the file.
-                archive.coverage.forms = forms
+            archive.restore(_read_entries(file, path), coverage)
         except OSError as error:  # a page of the file is damaged
             raise ValueError(f"{path} is damaged ({error}).") from error
-
-
-def _renew_keys(entries: Iterator[Entry], forms: set[int]) -> Iterator[Entry]:
-    """Computes the keys of saved entries again, by this version's normal form. Adds the form's hash to `forms`."""
-    for task, _, note in entries:
-        forms.add(hash_form(task.program))
-        yield task, hash_task(task), note
 
 
 def _make_batch(entries: list[Entry], measures: Sequence[str]) -> pa.RecordBatch:

@@ -194,8 +194,7 @@ class Features:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a state that `state_dict` returned. A smaller window keeps the newest tasks."""
         self._tasks.clear()
-        # Checkpoints of before 0.1.0 hold pairs of features and solve rate.
-        self._tasks.extend(tuple(each[0] if each and isinstance(each[0], list) else each) for each in state["tasks"])
+        self._tasks.extend(tuple(words) for words in state["tasks"])
         self._counts = Counter(word for words in self._tasks for word in words)
 
     def metrics(self) -> dict[str, float]:
