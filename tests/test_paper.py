@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import fields
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import yaml
 
 from trl_populora.config import MemberConfig, PopuLoRAConfig
+from trl_populora.evaluate.intervals import measure_mean
 from trl_populora.population.operators import CROSSOVERS, MUTATIONS
 from trl_populora.step.pay import PAY
 
@@ -98,3 +101,85 @@ def test_a_setting_says_paper_only_of_what_the_paper_says():
     assert {"teacher_reward_invalid", "teachers", "ratings"} <= said
     for name in ("max_steps", "evolve_every", "cull_fraction", "crossover_rate", "pfsp_kappa", "student_reward_wrong"):
         assert "second hand" in helps[name].lower(), name
+
+
+STUDY = ROOT / "studies" / "tiny"
+RUNS, MEMBERS = (
+    json.loads((ROOT / "studies" / "tiny" / name).read_text())
+    for name in ("as_printed.json", "as_printed_members.json")
+)
+SEEDS = [str(seed) for seed in range(5)]
+
+
+def last(run: dict, key: str) -> float:
+    return run["evaluations"][-1][key]
+
+
+def gain(run: dict, which: str) -> float:
+    return last(run, f"solve_rate_{which}") - last(run, "base/solve_rate")
+
+
+def last_fifth(run: dict, name: str) -> float:
+    curve = run["curves"][name]
+    return fmean(curve[-(len(curve) // 5) :])
+
+
+# Rows of the table "As printed", and what each is computed from: a scale, and a figure of a run.
+AS_PRINTED = {
+    "held-out tasks, students' mean less the base, points": (100, lambda run: gain(run, "mean")),
+    "the same, worst student": (100, lambda run: gain(run, "worst")),
+    "proposals that became tasks, of 100": (100, lambda run: last_fifth(run, "valid proposals")),
+    "tasks that nobody solves, of 100": (100, lambda run: last_fifth(run, "valid proposals nobody solves")),
+    "new structures, per 100 tasks": (100, lambda run: last_fifth(run, "new structures per valid proposal")),
+    "deviation of a role's ratings, in sigmas": (1, lambda run: last_fifth(run, "rating spread in a role")),
+}
+REFUSED = {
+    "refused because the inputs are equal, of 100": "refused: duplicate_inputs",
+    "refused because the output is constant, of 100": "refused: constant_output",
+}
+
+
+def tell(numbers: list[float], scale: int = 1) -> str:
+    """`3.6 [-3.0 to 10.3]`, a t interval; two digits for what is not in hundredths."""
+    mean, half = measure_mean(numbers)
+    form = "{:.2f}" if scale == 1 else "{:.1f}"
+    low, high = (form.format(scale * value) for value in (mean - half, mean + half))
+    return f"{form.format(scale * mean)} [{low} to {high}]"
+
+
+def cells(section: str, row: str) -> list[str]:
+    (found,) = re.findall(rf"^\| {re.escape(row)} \| (.+) \|$", section, re.MULTILINE)
+    return found.split(" | ")
+
+
+@pytest.mark.parametrize("row", [*AS_PRINTED, *REFUSED])
+def test_the_runs_as_printed_stand_beside_those_of_the_default(row):
+    section = PAGE.partition("\n## As printed\n")[2].partition("\n## ")[0]
+    if row in REFUSED:
+        scale, both = 100, [[MEMBERS[v][seed][REFUSED[row]] for seed in SEEDS] for v in ("paper", "default")]
+    else:
+        scale, figure = AS_PRINTED[row]
+        both = [[figure(RUNS[variant][seed]) for seed in SEEDS] for variant in ("paper", "default")]
+    form = "{:.2f}" if scale == 1 else "{:.1f}"
+    means = [form.format(scale * fmean(numbers)) for numbers in both]
+    assert cells(section, row) == [*means, tell([one - other for one, other in zip(*both, strict=True)], scale)]
+
+
+MEMBERS_DIFFER = {
+    "cosine of two students' updates": ("cosine of two students", 1),
+    "cosine of two teachers' updates": ("cosine of two teachers", 1),
+    "right code_o answers of the best student, points above the worst": ("code_o: best student less worst", 100),
+    "the same, code_i": ("code_i: best student less worst", 100),
+    "the same, code_f": ("code_f: best student less worst", 100),
+    "correlation of specialities in odd and in even steps": ("specialities: correlation of odd and even steps", 1),
+    "different forms in 100 right code_f answers of one student": ("forms per code_f answer of one student", 100),
+    "how many more if the answers are of all students": ("more of them if all students' are mixed", 100),
+}
+
+
+@pytest.mark.parametrize("row", MEMBERS_DIFFER)
+def test_how_members_differ_is_told_of_the_same_runs(row):
+    section = PAGE.partition("\n## How members differ\n")[2].partition("\n## ")[0]
+    name, scale = MEMBERS_DIFFER[row]
+    told = [tell([MEMBERS[variant][seed][name] for seed in SEEDS], scale) for variant in ("paper", "default")]
+    assert cells(section, row) == told
