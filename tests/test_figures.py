@@ -104,6 +104,7 @@ ROWS = {
         f"{MEASURED['sweep']['trl_over_ours']} times",
         percent(MEASURED["sweep"]["live_rows"]),
         f"{MEASURED['sweep_learns']['seeds']} of {MEASURED['sweep_learns']['seeds']} seeds",
+        *(percent(fmean(MEASURED["sweep_learns"][name])) for name in ("best", "base")),
     ],
     "What is learned?": [
         percent(fmean(run["probes"]["base"] for run in SCREEN["rarity_slow_replay"].values())),
