@@ -133,7 +133,7 @@ class Shape:
         What vLLM's kernels keep for one adapter of that rank: of the next rank that vLLM serves, on all linear layers
         but the head, or everywhere, on embeddings and head, too.
         """
-        served = min(size for size in SERVED_RANKS if size >= rank)
+        served = min((size for size in SERVED_RANKS if size >= rank), default=rank)  # a run refuses larger ones
         both = 2 * served * (self.vocab_size + self.hidden_size) if everywhere else 0
         return self.adapter_parameters(served) + both
 

@@ -87,7 +87,7 @@ def measure_members(path: Path) -> dict[str, float]:
     if not math.isnan(specialities):  # all students attempted all kinds
         figures["specialities: correlation of odd and even steps"] = specialities
     forms = read_forms(run, since)
-    own, number = count_forms(forms)
+    _, number = count_forms(forms)
     if number:
         share = number // len(students)
         mixed = {form for each in forms.values() for form in each[-share:]}

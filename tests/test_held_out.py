@@ -101,6 +101,10 @@ class TestEffort:
         assert self.compare(answers(9, 9, False, 5), answers(90, 81, True, 100)) == (pytest.approx(0.1), 0.1)
         assert self.compare(answers(100, 50, False, 5)) == (pytest.approx(0.2), 0.9)
         assert self.compare(answers(9, 9, False, 5)) is None
+        assert self.compare(answers(90, 90, False, 200), answers(90, 90, True, 5)) is None, "much longer, much shorter"
+
+    def test_the_next_shorter_and_longer_answers_stand_in_together(self):
+        assert self.compare(answers(10, 2, False, 3), answers(10, 8, False, 9)) == (pytest.approx(0.5 - 0.3), 0.9)
 
 
 def by_hash(task: str, *sample) -> bool:
@@ -385,12 +389,13 @@ class TestBadInput:
 
 def test_state_survives_and_is_plain():
     tasks = [Task(**{key: tuple(v) if isinstance(v, list) else v for key, v in row.items()}) for row in HELD_OUT]
-    held_out = HeldOut(
-        {"": tasks}, 2, 8, 0, {"": {"base/solve_rate": 0.5}}, {"": {"plain 3": 1.0}}, {"student_0@0": 0.25}
-    )
+    efforts = {"": rate_efforts(answers(10, 3, False, 5))}
+    held_out = HeldOut({"": tasks}, 2, 8, 0, {"": {"base/solve_rate": 0.5}}, efforts, {"student_0@0": 0.25})
     other = HeldOut({"": tasks}, 2, 8, 0)
     other.load_state_dict(json.loads(json.dumps(held_out.state_dict())))
-    assert (other.base, other.efforts, other.rates) == (held_out.base, held_out.efforts, held_out.rates)
+    assert (other.base, other.rates) == (held_out.base, held_out.rates)
+    later = rate_efforts(answers(10, 8, False, 5))
+    assert compare_efforts(later, other.efforts[""]) == compare_efforts(later, efforts[""]) == (pytest.approx(0.5), 1)
     assert other.base_rate == 0.5
 
 

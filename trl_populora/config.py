@@ -606,7 +606,7 @@ class PopuLoRAConfig(GRPOConfig):
         """Sets `students` where it is `None`: as many as a list has values, or `adapters`, or 4."""
         if self.students is None:
             lists = [value for name in MEMBER_OPTIONS if isinstance(value := getattr(self, name), (list, tuple))]
-            self.students = next(filter(None, map(len, lists)), adapters or 4)
+            self.students = next(filter(None, map(len, lists)), adapters or min(4, self.max_members or 4))
 
     def _take_lists(self) -> dict[str, list[Any]]:
         """Returns the options given as lists, and sets each of them to the first value of its list."""

@@ -44,7 +44,7 @@ class Tried:
 
     correct: bool
     thinking: bool
-    length: int = 1
+    length: int
 
     @property
     def effort(self) -> str:
@@ -181,8 +181,8 @@ def compare_efforts(
     Args:
         efforts: What [`rate_efforts`] returns for the attempts of students.
         base: The same for the base. The more of the base's attempts are of an effort, the more the effort counts. For
-            an effort of which the students have fewer than `FEWEST_ALIKE`, those of the nearest length stand in that
-            think likewise. If there are none, the effort does not count.
+            an effort of which the students have fewer than `FEWEST_ALIKE`, those of the next shorter and longer
+            answers stand in that think likewise. If there are none, the effort does not count.
 
     Returns:
         What the students solve more than the base, and the share of the base's attempts that this is about; `None` if
@@ -192,9 +192,10 @@ def compare_efforts(
     gain, count = 0.0, 0
     for effort, (number, rate) in base.items():
         way, bits = effort.split()
-        alike = [(abs(int(size) - int(bits)), now) for (other, size), now in found if other == way]
-        if alike:
-            gain, count = gain + number * (min(alike)[1] - rate), count + number
+        likewise = {int(size): now for (other, size), now in found if other == way}
+        near = [likewise[size] for size in (int(bits) - 1, int(bits) + 1) if size in likewise]
+        if alike := [likewise[int(bits)]] if int(bits) in likewise else near:
+            gain, count = gain + number * (fmean(alike) - rate), count + number
     return (gain / count, count / sum(number for number, _ in base.values())) if count else None
 
 
@@ -298,9 +299,9 @@ class HeldOut:
                 if key not in ("thinking_rate", "mean_length") and not key.startswith("solve_rate_")
             }
             self.efforts[name] = rate_efforts(_list_attempts(base))
-        # A checkpoint of an earlier version has the base's figures without its efforts.
-        found = compare_efforts(rate_efforts(_list_attempts(tried)), self.efforts.get(name, {}))
-        figures |= dict(zip(("gain_equal_effort", "like_base"), found, strict=True)) if found else {"like_base": 0.0}
+        if name in self.efforts:  # a checkpoint of an earlier version has the base's figures without its efforts
+            found = compare_efforts(rate_efforts(_list_attempts(tried)), self.efforts[name])
+            figures |= {"gain_equal_effort": found[0], "like_base": found[1]} if found else {"like_base": 0.0}
         return figures | self.base[name]
 
     def forget_rates(self) -> None:
@@ -332,7 +333,7 @@ class HeldOut:
                 "that differs; a `metric_for_best_model` goes on comparing with scores on the former tasks."
             )
         self.base = {name: figures for name, figures in state["base"].items() if name in same}
-        self.efforts = {name: shares for name, shares in state.get("efforts", {}).items() if name in same}
+        self.efforts = {name: efforts for name, efforts in state.get("efforts", {}).items() if name in same}
         self.rates = dict(state["rates"]) if next(iter(self.tables)) in same else {}
         self.step = state.get("step")
 

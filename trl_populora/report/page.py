@@ -231,7 +231,7 @@ def _list_chosen_facts(settings: Mapping[str, Any], game: bool) -> dict[str, Any
         keys |= {"teacher_reward": "teachers' pay", "student_reward": "students' pay", "prompt_style": "prompts"}
     facts = {name: settings[key] for key, name in keys.items() if settings.get(key)}
     if of_teachers is not None:
-        facts["learning rate"] = f"{facts.get('learning rate')}, teachers {of_teachers}"
+        facts["learning rate"] = f"{settings.get('learning_rate', '-')}, teachers {of_teachers}"
     return facts
 
 
@@ -272,7 +272,7 @@ def _write_changes(run: Run) -> str:
     played, ((start, end), measured) = compare_fifths(run), compare_evaluations(run)
     clear = [change for change in played if change.clear]
     told = [change.told for change in (*measured[:1], *clear) if change.difference]
-    rest = f"{'No other change' if clear else 'No change'} is larger than steps may differ by chance."
+    rest = f"{'No other' if clear else 'No'} change between the two fifths is larger than steps may differ by chance."
     # The test needs two steps in each fifth.
     if all(change.clear is None for change in played):
         rest = "The run is too short to tell changes from chance. Ten logged steps are enough."

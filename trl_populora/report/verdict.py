@@ -149,17 +149,17 @@ def _tell_reasoning(first: dict, last: dict, table: str, gain: float) -> str:
     figures = [entry[key] for entry in (first, last) for name in names if entry.get(key := table + name) is not None]
     if gain <= 0 or len(figures) < 2 * len(names):  # an earlier version has no such figures
         return ""
-    share, length, _, now_share, now_length, like = figures
+    share, length, like, now_share, now_length, now_like = figures
     if now_length <= length and now_share <= share:
         return ""
     told = (
         f"{format_percent(now_share)} of the answers are worked out instead of {format_percent(share)}, an answer has "
         f"{now_length:.0f} tokens instead of {length:.0f}, and"
     )
-    if like < FEWEST_LIKE:
-        rest = f"only {format_percent(like)} of the base's answers have their like."
+    if min(like, now_like) < FEWEST_LIKE:
+        rest = f"only {format_percent(min(like, now_like))} of the base's answers have their like."
         return f"How much of it is longer reasoning cannot be told: {told} {rest}"
-    left = last[f"{table}gain_equal_effort"] - (first.get(f"{table}gain_equal_effort") or 0.0)
+    left = last[f"{table}gain_equal_effort"] - first[f"{table}gain_equal_effort"]
     if left >= MOSTLY * gain:
         return ""
     return f"Most of it is longer reasoning: {told} among answers like the base's {100 * left:+.0f} points are left."
