@@ -93,9 +93,9 @@ def check_zero2(name: str, directory: Path, **overrides) -> None:
     """A smoke run through `accelerate launch` with the CPU twin of `zero2.yaml`; DeepSpeed must really be there."""
     pytest.importorskip("deepspeed", reason="needs the `deepspeed` extra")
     arguments = arguments_of(name, directory / "run", **overrides)
+    arguments += ["--reward_funcs", "tests.populora_run:letters"]  # a random base is worth the same in all its rows
     script = [str(ROOT / "tests" / "recipe_worker.py"), str(directory / "result.json"), *arguments]
     vllm = "use_vllm" in overrides
-    arguments += ["--reward_funcs", "tests.populora_run:letters"]  # a random base is worth the same in all its rows
     run_script([*launch("cpu_zero2.yaml"), *script], directory / "log", extras=["vllm"] if vllm else ())
     assert json.loads((directory / "result.json").read_text()) == {"world": 2, "stage": 2, "connected": False}
     check_run(name, directory / "run", vllm)
