@@ -366,7 +366,7 @@ class TestBudget:
         assert "Seconds a step" not in told, "nothing is left for the engine's cache"
         assert told.endswith(
             "MiB a node\nDoes not fit: the fullest moment at the limits needs 88.8 of 79.1 GiB; "
-            "an engine without its cache needs 26.1 of 23.7 GiB.\n"
+            "an engine without its cache needs 26.2 of 23.7 GiB.\n"
         )
         monkeypatch.setattr(sys, "argv", ["budget.py", recipe, "--processes", "8"])
         budget.main()
