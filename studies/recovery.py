@@ -11,7 +11,7 @@ random, without further births. All of them, the parent too, begin with an empty
 the first update from which its mean reward over three plays is the parent's over the same plays, less .05 at most. The
 operator `clone` is an unchanged copy of the parent: what it needs is noise.
 
-Finished runs are read and not run again. `<output>/recovery.json` holds the rewards, `recovery.md` the tables. The
+Finished runs are read and not run again. `<output>/recovery.json` holds the rewards, `recovery.md` the table. The
 last line is one JSON object.
 """
 
@@ -22,7 +22,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 
 import beside_recipes  # noqa: F401
 import pyarrow.parquet as pq
@@ -123,17 +123,17 @@ def count_updates(rewards: dict[str, list[float | None]], entrant: str) -> int |
     return next((n for n, gap in enumerate(behind(rewards, entrant)[: UPDATES + 1]) if gap >= -TOLERANCE), None)
 
 
-def tell(seeds: Sequence[Rewards], role: str) -> list[list[str]]:
-    """A row for each entrant but the parent: how far behind it is at first and at last, and when it was back."""
-    rows = [[f"{role}s", "reward less the parent's, at first", f"after {UPDATES} updates", "updates", "back"]]
+def tell(seeds: Sequence[Rewards]) -> list[list[str]]:
+    """A row for each entrant but the parent: how far from the parent it begins, and by seed when it is back."""
+    titles = ("reward at first, less the parent's", "updates, by seed")
+    rows = [["operator", *(f"{role}s: {title}" for role in reversed(ROLES) for title in titles)]]
     for entrant in ENTRANTS[1:]:
-        gaps = [behind(rewards[role], entrant) for rewards in seeds]
-        counts = [count_updates(rewards[role], entrant) for rewards in seeds]
-        back = [count for count in counts if count is not None]
-        middle = median(UPDATES + 1 if count is None else count for count in counts)
-        told = f"more than {UPDATES}" if middle > UPDATES else f"{middle:g}"
-        first, last = (interval([gap[place] for gap in gaps]) for place in (0, UPDATES))
-        rows.append([entrant, first, last, told, f"{len(back)} of {len(counts)}"])
+        row = [entrant]
+        for role in reversed(ROLES):
+            first = [behind(rewards[role], entrant)[0] for rewards in seeds]
+            counts = [count_updates(rewards[role], entrant) for rewards in seeds]
+            row += [interval(first), ", ".join("never" if count is None else str(count) for count in counts)]
+        rows.append(row)
     return rows
 
 
@@ -152,9 +152,9 @@ def main() -> None:
         for seed in options.seeds
     }
     write_json(options.output / "recovery.json", found)
-    tables = [markdown(tell(list(found.values()), role)) for role in ROLES]
-    (options.output / "recovery.md").write_text("\n\n".join(tables) + "\n")
-    print(*tables, sep="\n\n")
+    table = markdown(tell(list(found.values())))
+    (options.output / "recovery.md").write_text(table + "\n")
+    print(table)
     updates = {
         role: {name: [count_updates(rewards[role], name) for rewards in found.values()] for name in ENTRANTS[1:]}
         for role in ROLES

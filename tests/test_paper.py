@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -104,8 +105,9 @@ def test_a_setting_says_paper_only_of_what_the_paper_says():
 
 
 STUDY = ROOT / "studies" / "tiny"
+OPERATORS = (ROOT / "docs" / "guides" / "operators.md").read_text()
 RUNS, MEMBERS = (
-    json.loads((ROOT / "studies" / "tiny" / name).read_text())
+    json.loads((STUDY / name).read_text())
     for name in ("as_printed.json", "as_printed_members.json")
 )
 SEEDS = [str(seed) for seed in range(5)]
@@ -183,3 +185,27 @@ def test_how_members_differ_is_told_of_the_same_runs(row):
     name, scale = MEMBERS_DIFFER[row]
     told = [tell([MEMBERS[variant][seed][name] for seed in SEEDS], scale) for variant in ("paper", "default")]
     assert cells(section, row) == told
+
+
+RECOVERY = json.loads((STUDY / "recovery.json").read_text())  # by seed, role and entrant: reward by play
+WINDOW, TOLERANCE = 3, 0.05  # plays of a mean, and what a child may be behind its parent to be back
+
+
+def gaps(rewards: dict[str, list[float | None]], entrant: str) -> list[float]:
+    """After each number of updates: mean reward over the next plays, less the parent's over the same."""
+    both = list(zip(rewards[entrant], rewards["parent"], strict=True))
+    windows = [both[start : start + WINDOW] for start in range(len(both) - WINDOW + 1)]
+    known = [[own - parent for own, parent in each if None not in (own, parent)] for each in windows]
+    return [fmean(each) if each else math.nan for each in known]
+
+
+@pytest.mark.parametrize("entrant", list(RECOVERY["0"]["student"])[1:])
+def test_how_long_children_need_is_told_operator_by_operator(entrant):
+    section = OPERATORS.partition("\n## How long children need\n")[2].partition("\n## ")[0]
+    expected = []
+    for role in ("student", "teacher"):
+        of_seeds = [gaps(RECOVERY[seed][role], entrant) for seed in SEEDS]
+        back = [next((n for n, gap in enumerate(each) if gap >= -TOLERANCE), "never") for each in of_seeds]
+        expected += [tell([each[0] for each in of_seeds]), ", ".join(map(str, back))]
+    name = entrant if " " in entrant or entrant == "clone" else f"`{entrant}`"
+    assert cells(section, name.replace("clone", "unchanged copy")) == expected
