@@ -183,6 +183,12 @@ def test_the_base_decides_about_style_and_solved_tasks(make_args, roomy_base, ca
     assert "`shots=2` has no effect" in caplog.text
 
 
+def test_own_instructions_without_effect_are_named(make_args, caplog):
+    trainer = PopuLoRATrainer(tiny_base_path(), args=make_args(prompt_texts={"code_o/solve": "Say what it returns."}))
+    trainer.close()
+    assert "`prompt_texts` has no effect" in caplog.text
+
+
 def test_adapters_do_not_make_a_base_large(make_args, roomy_base, monkeypatch):
     size = count_parameters(Qwen3ForCausalLM.from_pretrained(roomy_base))
     monkeypatch.setattr(start, "FEW_PARAMETERS", size + 1)

@@ -900,6 +900,8 @@ def make_referee(
     """
     assert args.prompt_style is not None, "`choose_style` comes before `make_kinds`"
     shots = choose_shots(args.shots, args.prompt_style, base)
+    if args.prompt_style == "compact" and args.prompt_texts:
+        logger.warning("`prompt_texts` has no effect: prompts of the style 'compact' have no instructions.")
     forbidden = find_control_texts(tokenizer)
     pool = sandbox or make_sandbox(args)
     guarded = args.teacher_reward != "paper"
