@@ -3,10 +3,10 @@
     python benchmarks/start_up.py [--clock cpu] [--repeats 3]
     python benchmarks/start_up.py --against ../before      # and what another checkout of this package takes
 
-*Quick start* is `populora quickstart`. *Self-play* is `recipes/tiny/config_2t2s.yaml` without evaluation; `--vllm` adds
-the same with an engine in the process. *Import* is `from trl import GRPOTrainer`. Each has a process of its own. They
-start in turns, and are ended as soon as they tell their first step. Medians over the repeats. `--clock cpu` counts CPU
-seconds of a process and of those below it, for a machine that has other work. The last line is one JSON object.
+*Quick start* is `populora quickstart`. *Self-play* is `recipes/tiny/config_2t2s.yaml` without evaluation. `--vllm`
+adds the same with an engine in the process. *Import* is `from trl import GRPOTrainer`. Each has a process of its own.
+They start in turns, and are ended as soon as they tell their first step. Medians over the repeats. `--clock cpu` counts
+CPU seconds of a process and of those below it, for a machine that has other work. The last line is one JSON object.
 """
 
 from __future__ import annotations
