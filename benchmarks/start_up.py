@@ -5,7 +5,7 @@
 
 *Quick start* is `populora quickstart`. *Self-play* is `recipes/tiny/config_2t2s.yaml` without evaluation. `--vllm`
 adds the same with an engine in the process. *Import* is `from trl import GRPOTrainer`. Each has a process of its own.
-They start in turns, and are ended as soon as they tell their first step. Medians over the repeats. `--clock cpu` counts
+They start in turns, and are ended as soon as they tell their first step. Medians over the repeats. `--clock cpu` is
 CPU seconds of a process and of those below it, for a machine that has other work. The last line is one JSON object.
 """
 

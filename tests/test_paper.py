@@ -106,10 +106,7 @@ def test_a_setting_says_paper_only_of_what_the_paper_says():
 
 STUDY = ROOT / "studies" / "tiny"
 OPERATORS = (ROOT / "docs" / "guides" / "operators.md").read_text()
-RUNS, MEMBERS = (
-    json.loads((STUDY / name).read_text())
-    for name in ("as_printed.json", "as_printed_members.json")
-)
+RUNS, MEMBERS = (json.loads((STUDY / name).read_text()) for name in ("as_printed.json", "as_printed_members.json"))
 SEEDS = [str(seed) for seed in range(5)]
 
 
