@@ -41,11 +41,12 @@ from evalscope import TaskConfig, run_task
 from evalscope.api.mixin.code_execution_sandbox_mixin import CodeExecutionSandboxMixin
 from evalscope.benchmarks.live_code_bench.testing_util import import_string
 from peft import LoraConfig
+from transformers import AutoTokenizer
 
 from trl_populora.assets import resolve_model_path
 from trl_populora.evaluate.intervals import measure_mean
 from trl_populora.files import write_json
-from trl_populora.generate.player import STOPS, TEXT_STOPS
+from trl_populora.generate.player import find_end_tokens
 from trl_populora.hub.card import VLLM_RANKS
 from trl_populora.hub.download import fetch
 from trl_populora.lora.convert import find_largest_rank, fold_patterns
@@ -135,6 +136,14 @@ def base_flags(root: Path, settings: dict[str, Any]) -> list[str]:
     """vLLM's flags for the base as a run had it: its revision, and the chat template that the run has saved."""
     template = ["--chat-template", str(root / CHAT_TEMPLATE)] if read_chat_template(root) else []
     return ["--revision", settings.get("base_revision", "main"), *template]
+
+
+def list_stops(root: Path, base: str, settings: dict[str, Any]) -> list[int]:
+    """Ids of the tokens that ended a completion in the run: the base's, the chat template's, and the user's."""
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model_path(base), revision=settings.get("base_revision", "main"))
+    tokenizer.chat_template = read_chat_template(root) or tokenizer.chat_template
+    kwargs = settings.get("generation_kwargs"), settings.get("chat_template_kwargs")
+    return find_end_tokens(tokenizer, [tokenizer.eos_token_id], *kwargs)
 
 
 @contextlib.contextmanager
@@ -356,9 +365,7 @@ def main(arguments: list[str] | None = None) -> None:
     found |= {key: {} for key in ("benchmarks", "questions", "scores", "margins", "over")}
     # Members are asked as they were trained: with their run's stops, chat template and options of the template.
     body = {"chat_template_kwargs": settings.get("chat_template_kwargs") or {}}
-    for name, value in (settings.get("generation_kwargs") or {}).items():
-        if name in STOPS and value is not None:
-            body["stop" if name in TEXT_STOPS else "stop_token_ids"] = [value] if isinstance(value, int) else value
+    body["stop_token_ids"] = list_stops(root, saved["base_model"], settings)
     how = {"extra_body": body, "max_tokens": given.max_tokens}
     flags = [*base_flags(root, settings), *shlex.split(given.server_args)]
     server = serve(resolve_model_path(saved["base_model"]), adapters | compared, flags, folder / "server.log")

@@ -136,6 +136,13 @@ def test_members_are_asked_with_the_stops_they_were_trained_with(root):
     assert sent == {"chat_template_kwargs": {}, "stop_token_ids": [2]}
 
 
+def test_members_stop_where_the_chat_template_of_their_run_ends_a_turn(tmp_path):
+    assert evaluate.list_stops(tmp_path, "tiny", {}) == [2]
+    template = "{% for each in messages %}{{ each['content'] + '<|endoftext|>' }}{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    assert evaluate.list_stops(tmp_path, "tiny", {"generation_kwargs": {"stop": "\n"}}) == [2, 0, 201]
+
+
 def test_what_is_pushed_has_the_best_students_figures_and_the_command(root, found):
     figures = read_figures(root / "run", read_population(root / "run"), "me/scored")
     gsm8k, mbpp = (next(each for each in figures if each.name == name) for name in QUESTIONS)
