@@ -131,7 +131,7 @@ def test_a_resumed_run_with_a_colocated_engine_equals_a_straight_one(cramped, st
 def test_attempts_begin_before_the_last_proposal_has_ended(engines_here, tmp_path):
     settings = {"base": make_served_base(tmp_path / "base"), "output_dir": str(tmp_path / "run"), "max_steps": 2}
     stops = {"stop_token_ids": [*range(0, 256, 4)]}  # so that proposals end at different times
-    trainer = make_trainer(settings | {"save_strategy": "no", "generation_kwargs": stops, "replays_per_match": 1})
+    trainer = make_trainer(settings | {"save_strategy": "no", "generation_kwargs": stops, "replay": 0.2})
     generate, seen = trainer.game.player.generate, []
 
     def watch(prompts, members, follow=None):
