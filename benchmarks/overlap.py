@@ -322,15 +322,16 @@ def measure_steps(options: argparse.Namespace) -> dict[int, dict[str, Any]]:
             directory,
             teachers=PAIRS,
             students=PAIRS,
-            proposals_per_teacher=max(options.sizes) // PAIRS,
+            proposals_per_teacher=max(2, max(options.sizes) // PAIRS),
             attempts_per_task=8,
+            max_completion_length=256,
             per_device_train_batch_size=12,
             use_cpu=not torch.cuda.is_available(),
             bf16=False,
             use_vllm=True,
             vllm_gpu_memory_utilization=0.2,
             vllm_max_model_length=1024,
-            vllm_engine_kwargs={"enforce_eager": True},
+            vllm_engine_kwargs=None if torch.cuda.is_available() else {"enforce_eager": True},
             model_init_kwargs={"dtype": "float32"},
             evolve_every=0,
             save_strategy="no",
@@ -358,7 +359,6 @@ def measure_steps(options: argparse.Namespace) -> dict[int, dict[str, Any]]:
             return clock() - start, steps
 
         engine.step = count
-        trainer.vllm_generation.sync_weights()
         for size in options.sizes:
             turns = []
             for repeat in range(-1, options.repeats):  # the first turn warms up
