@@ -1,7 +1,8 @@
-"""What a step would gain if attempts began as soon as their own proposal has ended, instead of after the last one.
+"""What a step gains because attempts begin as soon as their own proposal has ended, instead of after the last one.
 
     python benchmarks/overlap.py [--repeats 3] [--clock cpu] [--sizes 16 48 96]
     python benchmarks/overlap.py --only sums                            # without an engine
+    python benchmarks/overlap.py --only steps --clock cpu               # real steps alone
     python benchmarks/overlap.py --seven                                # at the shape of Qwen2.5-7B, on a GPU
     python benchmarks/overlap.py --dry-run                              # small; its figures mean nothing
     python benchmarks/overlap.py --record runs/a runs/b > LENGTHS.json  # then: --lengths LENGTHS.json
@@ -9,10 +10,15 @@
 Replays what runs have written: `overlap_lengths.json` has the tokens of every prompt, proposal and attempt of some
 steps, three from each of four runs on the embedded base (4T+4S, 48 proposals and 384 attempts a step). Each becomes a
 request to vLLM that gives exactly so many tokens, from its member's adapter; attempts are as many requests as there
-are attempts. *In two waves*, as a step is played, all proposals end before the first attempt starts. *Overlapping*, a
+are attempts. *In two waves*, as a step is played
+where it cannot overlap, all proposals end before the first attempt starts. *Overlapping*, a
 proposal's attempts are handed to the running engine when it ends. Nothing is verified in between, so this bounds what
-a step could gain. For 16 proposals a step is taken apart, for 96 two are joined. Both ways run in turns on one engine,
+a step can gain. For 16 proposals a step is taken apart, for 96 two are joined. Both ways run in turns on one engine,
 after a warm-up, and the ratio is the median over pairs of turns.
+
+*Steps* are real: the embedded base, not trained further, proposes, the sandbox verifies, and the base attempts. Both
+ways play the same step from the same state, so they draw the same proposals where vLLM's sampler allows; then lengths
+differ by chance, which only repeats even out. A step counts from pairing to ratings, with the sandbox's processes.
 
 On a GPU an iteration of the engine takes nearly as long for few rows as for many, so its time goes by *iterations*
 and not by tokens. Those are counted, and worked out for other sequences at a time (`--max-num-seqs`), too, beside the
@@ -26,6 +32,8 @@ JSON object.
 from __future__ import annotations
 
 import argparse
+import copy
+import dataclasses
 import heapq
 import json
 import random
@@ -45,6 +53,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "recipes")]
 from budget import GPUS, SHAPES, token_seconds  # noqa: E402
 from step_overhead import CLOCKS  # noqa: E402
 from vs_trl import LONG, draw_length  # noqa: E402
+
+from trl_populora.step.play import play_step  # noqa: E402
 
 
 LENGTHS = Path(__file__).with_name("overlap_lengths.json")
@@ -300,6 +310,78 @@ def measure(sizes: dict[int, list[list[Group]]], options: argparse.Namespace, ro
     return found
 
 
+def measure_steps(options: argparse.Namespace) -> dict[int, dict[str, Any]]:
+    """By size: seconds of whole plays of both ways, their ratio, and iterations of the engine."""
+    import torch
+
+    from trl_populora import PopuLoRAConfig, PopuLoRATrainer
+
+    clock, found, steps = CLOCKS[options.clock](), {}, 0
+    with tempfile.TemporaryDirectory() as directory:
+        args = PopuLoRAConfig(
+            directory,
+            teachers=PAIRS,
+            students=PAIRS,
+            proposals_per_teacher=max(2, max(options.sizes) // PAIRS),
+            attempts_per_task=8,
+            max_completion_length=256,
+            per_device_train_batch_size=12,
+            use_cpu=not torch.cuda.is_available(),
+            bf16=False,
+            use_vllm=True,
+            vllm_gpu_memory_utilization=0.2,
+            vllm_max_model_length=1024,
+            vllm_engine_kwargs=None if torch.cuda.is_available() else {"enforce_eager": True},
+            model_init_kwargs={"dtype": "float32"},
+            evolve_every=0,
+            save_strategy="no",
+            report_to=[],
+        )
+        trainer = PopuLoRATrainer("tiny", args=args)
+        engine, game = trainer.vllm_generation.llm.llm_engine, trainer.game
+        take_step = engine.step
+
+        def count() -> Any:
+            nonlocal steps
+            steps += 1
+            return take_step()
+
+        def play(size: int, repeat: int, way: str) -> tuple[float, int]:
+            nonlocal steps
+            state = {name: copy.deepcopy(getattr(game, name)) for name in ("matchmaker", "archive", "features")}
+            player = dataclasses.replace(game.player, overlaps=way == "overlapping")
+            state |= {"population": copy.deepcopy(game.population), "player": player, "proposals": size // PAIRS}
+            torch.manual_seed(repeat)
+            clock.look_again()
+            steps, start = 0, clock()
+            played = play_step(dataclasses.replace(game, **state), repeat, pay_of)
+            print(f"{way}, {size} proposals: {len(played.tasks)} tasks", file=sys.stderr)
+            return clock() - start, steps
+
+        engine.step = count
+        for size in options.sizes:
+            turns = []
+            for repeat in range(-1, options.repeats):  # the first turn warms up
+                order = WAYS if repeat % 2 == 0 else WAYS[::-1]
+                turns.append({way: play(size, repeat + 1, way) for way in order})
+            turns = turns[1:]
+            found[size] = {
+                "ratio": statistics.median(turn[WAYS[1]][0] / turn[WAYS[0]][0] for turn in turns),
+                "seconds": {way: statistics.median(turn[way][0] for turn in turns) for way in WAYS},
+                "iterations": {way: statistics.fmean(turn[way][1] for turn in turns) for way in WAYS},
+            }
+        trainer.close()
+        trainer.vllm_generation.end()
+    return found
+
+
+def pay_of(played: Any) -> Any:
+    """The rewards of a step without TRL: what the rules pay."""
+    import torch
+
+    return torch.tensor([[record["pay"]] for record in played.records])
+
+
 LABELS = {
     "recorded": "recorded lengths",
     "quarter": "recorded, a quarter of the rows at a time",
@@ -317,12 +399,12 @@ def print_sums(sums: dict[str, dict[int, dict[str, float]]]) -> None:
             print(f"{LABELS[kind]:44}{size:>10}{counts}{ratios}")
 
 
-def print_measured(measured: dict[int, dict[str, Any]], clock: str) -> None:
-    title = f"replayed, {clock} seconds; iterations"
+def print_measured(measured: dict[int, dict[str, Any]], what: str, clock: str) -> None:
+    title = f"{what}, {clock} seconds; iterations"
     print(f"\n{title:44}{'proposals':>10}{'two waves':>12}{'overlapping':>13}{'ratio':>8}")
     for size, row in measured.items():
         first, second = (f"{row['seconds'][way]:.2f}; {row['iterations'][way]:.0f}" for way in WAYS)
-        print(f"{LABELS['recorded']:44}{size:>10}{first:>12}{second:>13}{row['ratio']:>8.3f}")
+        print(f"{'':44}{size:>10}{first:>12}{second:>13}{row['ratio']:>8.3f}")
 
 
 def rounded(found: Any) -> Any:
@@ -341,7 +423,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16, help="rank of the adapters")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: for a machine that has other work")
     parser.add_argument("--seven", action="store_true", help="a random base of the shape of Qwen2.5-7B, on a GPU")
-    parser.add_argument("--only", choices=("sums",), help="work out the bound, and start no engine")
+    parser.add_argument("--only", choices=("sums", "replay", "steps"), help="one of the three parts")
     parser.add_argument("--dry-run", action="store_true", help="4 proposals, in one turn")
     options = parser.parse_args()
     if options.record:
@@ -357,6 +439,26 @@ def main() -> None:
         parser.error(str(error))
     rows = options.max_num_seqs or max(len(step) * (1 + len(step[0].attempts)) for (step, *_) in sizes.values())
 
+    result: dict[str, Any] = {"largest": {}}
+    if options.only in (None, "sums"):
+        result |= work_out_all(sizes, rows)
+    if options.only in (None, "replay"):
+        measured = measure(sizes, options, rows)
+        print_measured(measured, "replayed", options.clock)
+        result |= {name: {size: row[name] for size, row in measured.items()} for name in next(iter(measured.values()))}
+        result["largest"]["ratio"] = measured[max(sizes)]["ratio"]
+    if options.only == "steps" or (options.only is None and not options.seven):
+        played = measure_steps(options)
+        print_measured(played, "steps", options.clock)
+        result |= {
+            f"step_{name}": {size: row[name] for size, row in played.items()} for name in next(iter(played.values()))
+        }
+        result["largest"]["step_ratio"] = played[max(sizes)]["ratio"]
+    print(json.dumps(rounded(result)))
+
+
+def work_out_all(sizes: dict[int, list[list[Group]]], rows: int) -> dict[str, Any]:
+    """What can be gained, for all kinds of lengths."""
     sums = {kind: {} for kind in ("recorded", "quarter", "long", "limit")}
     for size, steps in sizes.items():
         whole, rng = size * (1 + len(steps[0][0].attempts)), random.Random(0)
@@ -365,18 +467,10 @@ def main() -> None:
         sums["long"][size] = compare(draw_steps(size, lambda: draw_length(rng), 20), whole)  # noqa: B023
         sums["limit"][size] = compare(draw_steps(size, lambda: 256, 1), whole)
     print_sums(sums)
-    largest = max(sizes)
-    result: dict[str, Any] = {
+    return {
         name: {kind: {size: row[name] for size, row in found.items()} for kind, found in sums.items()}
         for name in ("iterations_ratio", "seconds_7b_ratio")
-    }
-    result["largest"] = {"iterations_ratio": sums["recorded"][largest]["iterations_ratio"]}
-    if options.only is None:
-        measured = measure(sizes, options, rows)
-        print_measured(measured, options.clock)
-        result |= {name: {size: row[name] for size, row in measured.items()} for name in next(iter(measured.values()))}
-        result["largest"]["ratio"] = measured[largest]["ratio"]
-    print(json.dumps(rounded(result)))
+    } | {"largest": {"iterations_ratio": sums["recorded"][max(sizes)]["iterations_ratio"]}}
 
 
 if __name__ == "__main__":

@@ -195,6 +195,7 @@ def build_ours(setup: Setup, clock: Any, directory: str) -> Ours:
 
         ours.trainer._tokenize_prompts = tokenize_to_length
         if setup.vllm:
+            ours.trainer.game.player.overlaps = False  # lengths are set by call
             limit_rows(lambda rows: [draw_length(rng) for _ in range(rows)])
     return ours
 

@@ -204,6 +204,8 @@ def make_trainer(
         trainer.vllm_generation.generation_kwargs = {"ignore_eos": True}
     else:
         trainer.generation_config.eos_token_id = trainer.generation_kwargs["eos_token_id"] = trainer.eos_token_ids
+    # Rows of one length end together, and `_generate_rows` here reads texts when all have ended.
+    trainer.game.player.overlaps = False
     recorder = Recorder(trainer)
     trainer.add_callback(recorder)
     return trainer, recorder

@@ -33,6 +33,7 @@ from .populora_run import make_trainer
 from .vllm_models import (
     ENGINE_ENVIRONMENT,
     colocate,
+    generate_on,
     largest_difference,
     logprobs_of,
     make_population,
@@ -414,6 +415,36 @@ def test_equal_rows_are_sampled_apart_and_land_in_their_places(served):
         max(abs(a - b) for own, other in zip(logprobs, expected, strict=True) for a, b in zip(own, other, strict=True))
         < 1e-3
     )
+
+
+def test_rows_that_join_while_others_run_have_the_logprobs_of_their_members(served, monkeypatch):
+    served.publish_all(55)
+    stops = {"stop_token_ids": [*range(0, 256, 4)]}  # so that completions end at different times
+    monkeypatch.setattr(served.generation, "generation_kwargs", stops)
+    prompts, taken = some_prompts(3 * MEMBERS), []
+    for wait in (0.0, 0.02):
+        torch.manual_seed(5)
+        taken.append(generate_on(served, [*range(MEMBERS)] * 3, prompts, MEMBERS, wait))
+    rows, prompts, completions, logprobs, told = taken[0]
+    assert taken[1] == taken[0], "how long it takes to decide what is asked next changes nothing"
+    assert sum(told) == 3 * MEMBERS
+    assert len(told) > 3
+    assert len(completions) == len(prompts) == len(rows) == 3 * 3 * MEMBERS
+    assert largest_difference(logprobs, logprobs_of(served.model, served.router, rows, prompts, completions)) < 1e-3
+
+
+def test_an_error_about_rows_that_have_ended_leaves_no_request_behind(served):
+    def fail(ended):
+        raise ZeroDivisionError
+
+    served.publish_all(56)
+    served.generation.follow = fail
+    try:
+        with pytest.raises(ZeroDivisionError):
+            served.generate([0, 0, 1], [[1, 2], [1, 2], [3]])
+    finally:
+        served.generation.follow = None
+    served.generation.llm.check_idle()
 
 
 def test_logprobs_include_the_temperature(served):

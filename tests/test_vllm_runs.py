@@ -128,6 +128,39 @@ def test_a_resumed_run_with_a_colocated_engine_equals_a_straight_one(cramped, st
     assert resumed["logp_differences"] == straight["logp_differences"]
 
 
+def test_attempts_begin_before_the_last_proposal_has_ended(engines_here, tmp_path):
+    settings = {"base": make_served_base(tmp_path / "base"), "output_dir": str(tmp_path / "run"), "max_steps": 2}
+    stops = {"stop_token_ids": [*range(0, 256, 4)]}  # so that proposals end at different times
+    trainer = make_trainer(settings | {"save_strategy": "no", "generation_kwargs": stops, "replay": 0.2})
+    generate, seen = trainer.game.player.generate, []
+
+    def watch(prompts, members, follow=None):
+        told = []
+
+        def follow_and_note(ended):
+            asked = follow(ended)
+            told.append(([members[row][:7] for row in ended].count("teacher"), len(asked[0])))
+            return asked
+
+        assert follow is not None, "there is no second wave"
+        found = generate(prompts, members, follow=follow_and_note)
+        seen.append((told, len(found)))
+        return found
+
+    trainer.game.player.generate = watch
+    trainer.train()
+    proposals, attempts = 2 * 4, 2
+    for told, rows in seen:
+        assert sum(ended for ended, _ in told) == proposals
+        assert [asked for _, asked in told] == [attempts * ended for ended, _ in told], "nothing here is a task"
+        assert sum(ended for ended, _ in told[:-1]) > proposals // 2
+        assert rows == proposals + (proposals + 2) * attempts
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(logged) == len(seen) == 2
+    assert max(entry["sampling/sampling_logp_difference/mean"] for entry in logged) < 1e-3
+    assert all(entry["time/propose"] > 0 and entry["time/solve"] > 0 for entry in logged)
+
+
 def test_pooled_members_sample_from_their_mean_also_where_an_evaluation_has_published_what_they_were(
     engines_here, tmp_path
 ):

@@ -27,7 +27,7 @@ from trl_populora.generate.vllm import PopulationGeneration
 from trl_populora.lora.members import read_member, write_member
 
 from .recipe_runs import check_zero2, save_qwen
-from .vllm_models import largest_difference, logprobs_of, make_population, randomise
+from .vllm_models import generate_on, largest_difference, logprobs_of, make_population, randomise
 from .vllm_processes import end, finish, free_port, result_of, served, start_run
 
 
@@ -102,6 +102,18 @@ def test_mixed_rows_have_the_logprobs_of_their_members(client, server):
     client.generation.close()
     assert len(server.models()) == 1
     assert not root.exists()
+
+
+def test_rows_that_join_while_others_run_have_the_logprobs_of_their_members(client, monkeypatch):
+    client.publish_all(3)
+    stops = {"stop_token_ids": [*range(0, 256, 4)]}  # so that completions end at different times
+    monkeypatch.setattr(client.generation, "generation_kwargs", stops)
+    begin = [[7, 8, number] for number in range(3 * MEMBERS)]
+    rows, prompts, completions, logprobs, told = generate_on(client, [*range(MEMBERS)] * 3, begin, MEMBERS)
+    assert sum(told) == 3 * MEMBERS
+    assert len(told) > 3
+    assert len(completions) == len(prompts) == len(rows) == 3 * 3 * MEMBERS
+    assert largest_difference(logprobs, logprobs_of(client.model, client.router, rows, prompts, completions)) < 1e-3
 
 
 def test_publishing_one_member_changes_its_outputs_and_no_others(client):

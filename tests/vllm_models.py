@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import torch
@@ -93,3 +94,29 @@ def largest_difference(some: list[list[float]], others: list[list[float]]) -> fl
     """Largest difference between two sets of per-token values of the same shape."""
     pairs = [pair for row in zip(some, others, strict=True) for pair in zip(*row, strict=True)]
     return max(abs(a - b) for a, b in pairs)
+
+
+def generate_on(client, rows: list[int], prompts: list[list[int]], members: int, wait: float = 0.0) -> tuple:
+    """
+    Lets each row that has ended ask for two more, of the next member; `wait` are seconds that this takes.
+
+    Returns:
+        Rows, prompts, completions and log-probabilities, the further ones last, and how many rows ended at a time.
+    """
+    rows, prompts, told = list(rows), list(prompts), []
+
+    def follow(ended: dict[int, list[int]]) -> tuple[list[list[int]], list[int]]:
+        time.sleep(wait)
+        told.append(len(ended))
+        further = [[5, row % 256, len(ended[row])] for row in sorted(ended) for _ in range(2)]
+        writers = [(rows[row] + 1) % members for row in sorted(ended) for _ in range(2)]
+        prompts.extend(further)
+        rows.extend(writers)
+        return further, writers
+
+    client.generation.follow = follow
+    try:
+        completions, logprobs = client.generate(list(rows), prompts)
+    finally:
+        client.generation.follow = None
+    return rows, prompts, completions, logprobs, told

@@ -15,7 +15,7 @@ import logging
 import math
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -270,6 +270,7 @@ class PopuLoRATrainer(HubTrainer):
                 self._start_vllm()
                 failed.callback(self.vllm_generation.close)
             if self.game is not None and parts is not None:
+                self.game.player.overlaps = self.use_vllm and self.vllm_generation.overlaps
                 context = self.vllm_generation.find_context_length() if self.use_vllm else trained_context(base)
                 self._fit_into_context(self.game, parts.references, context)
             failed.pop_all()
@@ -763,18 +764,40 @@ class PopuLoRATrainer(HubTrainer):
         return played.tokens
 
     def _generate_rows(
-        self, prompts: list[Messages], members: Sequence[str], seeds: Sequence[int] | None = None
+        self,
+        prompts: list[Messages],
+        members: Sequence[str],
+        seeds: Sequence[int] | None = None,
+        follow: Callable | None = None,
     ) -> list[Completion]:
-        """Samples one completion per prompt, each from the member at the same place of `members`."""
+        """
+        Samples one completion per prompt, each from the member at the same place of `members`. With `follow`, which
+        needs vLLM, further prompts are taken up (see [`~trl_populora.step.player.Player`]).
+        """
         prompt_ids, _, _ = self._tokenize_prompts(prompts)
-        rows = [BASE if name == BASE_NAME else self.population[name].index for name in members]
+        rows = self._index(members)
         if self.use_vllm:
             self.vllm_generation.seeds = seeds
+            self.vllm_generation.follow = follow and partial(self._follow, follow, prompt_ids)
             self.vllm_generation.temperatures = self._temperatures
         most, longest = None if self.use_vllm else self.args.generation_tokens, self.args.max_completion_length
         with seed_samples(seeds):
             completion_ids, logprobs = decoding.complete_in_parts(self._complete, prompt_ids, rows, most, longest)
         return make_completions(self.processing_class, prompt_ids, completion_ids, logprobs)
+
+    def _index(self, members: Sequence[str]) -> list[int]:
+        return [BASE if name == BASE_NAME else self.population[name].index for name in members]
+
+    def _follow(
+        self, follow: Callable, prompt_ids: list[list[int]], ended: dict[int, list[int]]
+    ) -> tuple[list[list[int]], list[int]]:
+        """Tells `follow` which completions have ended, and adds the prompts that it returns to `prompt_ids`."""
+        asked = [prompt_ids[row] for row in ended]
+        completions = make_completions(self.processing_class, asked, list(ended.values()))
+        prompts, members = follow(dict(zip(ended, completions, strict=True)))
+        further = self._tokenize_prompts(prompts)[0] if prompts else []
+        prompt_ids += further
+        return further, self._index(members)
 
     def _complete(self, prompt_ids: list[list[int]], members: list[int]) -> tuple[list, list | None]:
         if self.use_vllm:

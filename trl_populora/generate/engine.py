@@ -4,6 +4,7 @@
     slots after a sleep --find_damaged--> the adapters to be written again
 
     prompts_R, versions_R, seeds_R --merge_asks--> requests of n samples --vLLM--> one output per prompt, R outputs
+                        completions that have ended --follow--> further prompts and versions, while vLLM goes on
 
 Shapes: R rows.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -20,12 +22,18 @@ from typing import Any
 import torch
 from peft import LoraConfig
 from torch import nn
-from vllm import LLM, SamplingParams
+from vllm import LLM, RequestOutput, SamplingParams
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
+from vllm.sampling_params import RequestOutputKind
 
-from .publish import Checksums, Published, StaleAdapterError, merge_asks
+from .publish import Ask, Checksums, Follow, Published, StaleAdapterError, merge_asks
+
+
+# Engine steps between two looks at what has ended. On an H200 a step takes some 12 ms at 7B's shape. The sandbox
+# judges a proposal in some 30 ms.
+STEPS_TO_FOLLOW = 4
 
 
 class RoutedLLM(LLM):
@@ -41,9 +49,12 @@ class RoutedLLM(LLM):
         seeds (`Sequence[int | None]`, *optional*): Sampling seed of each row, length R. Without seeds, the engine's
             own generator draws the samples.
         temperatures (`Mapping[str, float]`): Temperature by member, for members that have their own.
+        follow (`Follow`, *optional*): Asks for further rows when some of the first R have ended. `generate` then
+            returns their outputs, too.
     """
 
     seeds: Sequence[int | None] | None = None
+    follow: Follow | None = None
     temperatures: Mapping[str, float] = MappingProxyType({})
 
     def __init__(self, *, routed_arguments: dict[str, Any], **kwargs: Any):
@@ -148,28 +159,68 @@ class RoutedLLM(LLM):
         once. At temperature 0 each row is a request of its own.
         """
         asks = merge_asks([prompt["prompt_token_ids"] for prompt in prompts], self.versions, self.seeds)
+        if self.follow is not None:
+            outputs = self._generate_on(self.follow, asks, sampling_params)
+            return [outputs[row] for row in range(len(outputs))]
+        requests = self._make_requests(asks, sampling_params)
+        inputs, params, adapters = ([request[part] for request in requests] for part in (1, 2, 3))
+        answers = super().generate(inputs, params, lora_request=adapters, **kwargs)
+        outputs = {}
+        for (ask, *_), answer in zip(requests, answers, strict=True):
+            outputs |= _take_apart(ask, answer)
+        return [outputs[row] for row in range(len(outputs))]
+
+    def _generate_on(self, follow: Follow, asks: Sequence[Ask], sampling_params: SamplingParams) -> dict[int, Any]:
+        """Answers asks, and those that `follow` adds when some of them have ended. Returns the output of each row."""
+        engine, running, outputs = self.llm_engine, dict[str, Ask](), dict[int, Any]()
+        first = count = sum(len(ask.rows) for ask in asks)
+
+        def add(asks: Sequence[Ask]) -> None:
+            for ask, request, params, adapter in self._make_requests(asks, sampling_params):
+                params.output_kind = RequestOutputKind.FINAL_ONLY
+                name = str(next(self.request_counter))
+                running[name] = ask
+                engine.add_request(name, request, params, lora_request=adapter)
+
+        add(asks)
+        ended: dict[int, list[int]] = {}  # what `follow` has not been told yet
+        told: Future | None = None
+        try:
+            with ThreadPoolExecutor(1, "follow") as thread:
+                while running or told is not None:
+                    # `follow` works while the engine takes some steps, and is waited for then. Their number is fixed.
+                    # So where rows join does not depend on the machine's speed, and neither do the samples.
+                    for _ in range(STEPS_TO_FOLLOW):
+                        for answer in engine.step() if running else ():
+                            found = _take_apart(running.pop(answer.request_id), answer)
+                            outputs |= found
+                            ended |= {row: [*each.outputs[0].token_ids] for row, each in found.items() if row < first}
+                    if told is not None:
+                        prompts, versions = told.result()
+                        add(merge_asks(prompts, versions, first=count))
+                        count, told = count + len(prompts), None
+                    if ended:
+                        ended, told = {}, thread.submit(follow, ended)
+        finally:
+            engine.abort_request(list(running))
+        return outputs
+
+    def _make_requests(self, asks: Sequence[Ask], sampling_params: SamplingParams) -> list[tuple]:
+        """Makes of each ask what vLLM needs: `(ask, prompt, sampling parameters, adapter)`."""
         # vLLM refuses several samples of a greedy request.
         if sampling_params.temperature == 0:
             asks = [replace(ask, rows=(row,)) for ask in asks for row in ask.rows]
-        requests, params = [], []
+        requests = []
         for ask in asks:
             # The salt keeps a version of a member away from cached prefixes that an earlier version has computed.
-            requests.append({"prompt_token_ids": list(ask.prompt), "cache_salt": ask.version.cache_salt})
-            each = sampling_params.clone()
-            each.n = len(ask.rows)
-            each.seed = ask.seed
-            each.temperature = self.temperatures.get(ask.version.member, each.temperature)
-            each.detokenize = bool(each.stop)  # TRL reads token ids; the text is only needed to find stop strings
-            params.append(each)
-        adapters = [_make_lora_request(ask.version) for ask in asks]
-        answers = super().generate(requests, params, lora_request=adapters, **kwargs)
-        # TRL expects one output per prompt, so an answer of n samples is taken apart.
-        outputs: list[Any] = [None] * len(prompts)
-        for ask, answer in zip(asks, answers, strict=True):
-            for row, completion in zip(ask.rows, answer.outputs, strict=True):
-                outputs[row] = copy.copy(answer)
-                outputs[row].outputs = [completion]
-        return outputs
+            prompt = {"prompt_token_ids": list(ask.prompt), "cache_salt": ask.version.cache_salt}
+            params = sampling_params.clone()
+            params.n = len(ask.rows)
+            params.seed = ask.seed
+            params.temperature = self.temperatures.get(ask.version.member, params.temperature)
+            params.detokenize = bool(params.stop)  # TRL reads token ids; text is only needed to find stop strings
+            requests.append((ask, prompt, params, _make_lora_request(ask.version)))
+        return requests
 
     def sleep(self, level: int = 1, **kwargs: Any) -> None:
         """
@@ -180,6 +231,14 @@ class RoutedLLM(LLM):
         (github.com/vllm-project/vllm/issues/39934). Level 1 keeps base and adapters in host memory.
         """
         super().sleep(level=min(level, 1), **kwargs)
+
+
+def _take_apart(ask: Ask, answer: RequestOutput) -> dict[int, RequestOutput]:
+    """Makes an output for each row of an ask, because TRL expects one per prompt."""
+    outputs = {row: copy.copy(answer) for row in ask.rows}
+    for output, completion in zip(outputs.values(), answer.outputs, strict=True):
+        output.outputs = [completion]
+    return outputs
 
 
 def _make_lora_request(adapter: Published) -> LoRARequest:

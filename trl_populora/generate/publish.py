@@ -270,7 +270,10 @@ class Ask:
 
 
 def merge_asks(
-    prompts: Sequence[Sequence[int]], versions: Sequence[Published], seeds: Sequence[int | None] | None = None
+    prompts: Sequence[Sequence[int]],
+    versions: Sequence[Published],
+    seeds: Sequence[int | None] | None = None,
+    first: int = 0,
 ) -> list[Ask]:
     """
     Merges rows that have the same prompt, version and seed, such as the attempts of one member at one task.
@@ -279,9 +282,10 @@ def merge_asks(
         prompts: Token ids of each row's prompt, length R.
         versions: The version of a member that answers each row, length R.
         seeds: Sampling seed of each row, length R; `None` for no seeds.
+        first: Position of the first row.
 
     Returns:
-        Asks in the order of their first rows. Every row from 0 to R - 1 is in one ask.
+        Asks in the order of their first rows. Every row from `first` to `first + R - 1` is in one ask.
 
     Raises:
         `RuntimeError`: If `prompts` and `versions` differ in length.
@@ -289,12 +293,19 @@ def merge_asks(
     if len(prompts) != len(versions):
         raise RuntimeError(f"{len(versions)} rows are routed, but {len(prompts)} prompts are to be answered.")
     rows: dict[tuple, list[int]] = {}
-    for row, (prompt, version, seed) in enumerate(zip(prompts, versions, seeds or [None] * len(prompts), strict=True)):
+    for row, (prompt, version, seed) in enumerate(
+        zip(prompts, versions, seeds or [None] * len(prompts), strict=True), first
+    ):
         rows.setdefault((tuple(prompt), version, seed), []).append(row)
     return [
         Ask(prompt, version, tuple(positions), None if seed is None else _derive_seed(prompt, version, seed))
         for (prompt, version, seed), positions in rows.items()
     ]
+
+
+# Takes the token ids of completions that have ended, by row, and returns the prompts that are asked next, and the
+# version that answers each. See `overlaps` of [`~trl_populora.step.player.Player`].
+Follow = Callable[[dict[int, list[int]]], tuple[Sequence[Sequence[int]], Sequence[Published]]]
 
 
 def _derive_seed(prompt: tuple[int, ...], version: Published, seed: int) -> int:

@@ -10,11 +10,12 @@ Shapes: R rows.
 from __future__ import annotations
 
 import copy
+import itertools
 import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlparse
@@ -23,7 +24,7 @@ import requests
 import torch
 from trl.generation.vllm_client import VLLMClient
 
-from .publish import Ask, Published, StaleAdapterError, count_adapters, merge_asks
+from .publish import Ask, Follow, Published, StaleAdapterError, count_adapters, merge_asks
 
 
 REQUESTS_AT_A_TIME = 64  # further requests wait; with seeds there are many, one for each ask
@@ -310,9 +311,12 @@ class LoRAServers:
         seeds (`Sequence[int | None]`, *optional*): Sampling seed of each row, length R. Without seeds, the servers'
             own generators draw the samples.
         temperatures (`Mapping[str, float]`): Temperature by member, for members that have their own.
+        follow (`Follow`, *optional*): Asks for further rows when some of the first R have ended. `generate` then
+            returns their completions, too.
     """
 
     seeds: Sequence[int | None] | None = None
+    follow: Follow | None = None
     temperatures: Mapping[str, float] = MappingProxyType({})
 
     def __init__(self, urls: Sequence[str], **settings: Any):
@@ -359,22 +363,37 @@ class LoRAServers:
         """
         if features is not None or n != 1:
             raise ValueError("Rows hold text, one completion each; tasks with images are not supported.")
-        # A request has one `model`, one `n` and one `seed`, so only asks that agree in all three go together.
-        batches: dict[tuple, list[Ask]] = {}
-        for position, ask in enumerate(merge_asks(prompts, self.versions, self.seeds)):
-            server = self.servers[position % len(self.servers)]
-            batches.setdefault((server, ask.version, len(ask.rows), ask.seed), []).append(ask)
+        first, turns = len(prompts), itertools.cycle(self.servers)
+        rows: list[Any] = [None] * first
+        sent: dict[Future, list[Ask]] = {}
+        # A server computes all rows at once, but of a request it tells only when all its rows have ended. So with
+        # `follow` each ask is a request of its own, and none waits.
+        at_a_time = REQUESTS_AT_A_TIME if self.follow is None else max(REQUESTS_AT_A_TIME, first)
 
-        rows: list[Any] = [None] * len(prompts)
-        with ThreadPoolExecutor(max_workers=REQUESTS_AT_A_TIME) as pool:
-            sent = {
-                pool.submit(server.answer, asks, **params | self._choose_temperature(version)): asks
-                for (server, version, *_), asks in batches.items()
-            }
-            for done in as_completed(sent):
-                for ask, answer in zip(sent[done], done.result(), strict=True):
-                    for row, completion in zip(ask.rows, answer, strict=True):
-                        rows[row] = completion
+        def send(asks: Sequence[Ask]) -> None:
+            # A request has one `model`, one `n` and one `seed`, so only asks that agree in all three go together.
+            batches: dict[tuple, list[Ask]] = {}
+            for ask in asks:
+                alone = None if self.follow is None else ask.rows
+                batches.setdefault((next(turns), ask.version, len(ask.rows), ask.seed, alone), []).append(ask)
+            for (server, version, *_), together in batches.items():
+                request = pool.submit(server.answer, together, **params | self._choose_temperature(version))
+                sent[request] = together
+
+        with ThreadPoolExecutor(max_workers=at_a_time) as pool:
+            send(merge_asks(prompts, self.versions, self.seeds))
+            while sent:
+                ended: dict[int, tuple] = {}
+                for done in wait(sent, return_when=FIRST_COMPLETED).done:
+                    for ask, answer in zip(sent.pop(done), done.result(), strict=True):
+                        ended |= dict(zip(ask.rows, answer, strict=True))
+                for row, completion in ended.items():
+                    rows[row] = completion
+                ids = {row: completion[1] for row, completion in ended.items() if row < first}
+                if self.follow is not None and ids:
+                    further, versions = self.follow(ids)
+                    send(merge_asks(further, versions, first=len(rows)))
+                    rows += [None] * len(further)
         keys = ("prompt_ids", "completion_ids", "logprobs", "logprob_token_ids")
         columns = {key: [row[place] for row in rows] for place, key in enumerate(keys)}
         # Without log-probabilities every entry of a column is `None`. TRL expects a single `None` instead.

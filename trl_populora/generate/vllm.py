@@ -80,10 +80,13 @@ class PopulationGeneration(VLLMGeneration):
         seeds (`Sequence[int]`, *optional*): Sampling seeds of the next `generate`, one per row, length R.
         temperatures (`Sequence[float]`): Temperature of each member, in the order of `members`. If it is empty, all
             members have TRL's temperature.
+        follow (`Callable`, *optional*): Where [`overlaps`] is true, asks for further rows while `generate` runs:
+            `follow({row: completion_ids}) -> (prompts, rows)`. It extends the prompts that `generate` was given, too.
     """
 
     seeds: Sequence[int] | None = None
     temperatures: Sequence[float] = ()
+    follow: Callable[[dict[int, list[int]]], tuple[list[list[int]], list[int]]] | None = None
     _llm_weights_sleeping: bool
 
     def __init__(
@@ -115,6 +118,15 @@ class PopulationGeneration(VLLMGeneration):
     def backend(self) -> Any:
         """The engine, or the client of the servers. Only the main process has a client; others get `None`."""
         return self.llm if self.mode == "colocate" else getattr(self, "vllm_client", None)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether `generate` can take up further rows while it runs, and without the other ranks."""
+        alone = self.accelerator.num_processes == 1
+        if self.mode == "server":
+            return alone
+        # An engine that sleeps between two calls is woken by all ranks together.
+        return self.tensor_parallel_size == 1 and (alone or not self.enable_sleep_mode)
 
     def _init_vllm(self) -> None:
         names = {"VLLMClient": self._connect}
@@ -410,7 +422,14 @@ class PopulationGeneration(VLLMGeneration):
             self.backend.versions = [self.published[name] for name in names]
             self.backend.seeds = seeds
             self.backend.temperatures = dict(zip(self.members, self.temperatures, strict=False))
+            self.backend.follow = None if self.follow is None else self._take_up
         return super().generate(prompts, images, num_generations, profiler)
+
+    def _take_up(self, ended: dict[int, list[int]]) -> tuple[list[list[int]], list[Published]]:
+        """Asks for further rows, each with the version that its member has."""
+        assert self.follow is not None
+        prompts, rows = self.follow(ended)
+        return prompts, [self.published[self.members[row]] for row in rows]
 
     def _gather_rows(self, rows: list[int]) -> tuple[list[int], list[int | None]]:
         """

@@ -2,6 +2,9 @@
 
     match -> propose -> verify -> solve -> grade -> price -> rate
 
+Where the player takes up further prompts while it generates, [`Begun`] lets attempts begin as soon as their own
+proposal has ended. What is a task, and what is paid, does not depend on that.
+
 A list of slots goes through the phases from `propose` to `price`, and each of them fills its part of the slots (see
 `slot.py`). A [`Player`] answers prompts, a [`Referee`] decides what is true, [`Rules`] say what is paid. Nothing here
 knows TRL.
@@ -22,11 +25,11 @@ from typing import TYPE_CHECKING, Any
 from trl_populora.population.members import Population
 from trl_populora.population.ratings import Match, Matchmaker
 from trl_populora.step.pay import Answer, Outcome, Rules, estimate_chance
-from trl_populora.step.player import Player
+from trl_populora.step.player import Completion, Messages, Player
 from trl_populora.step.referee import Referee, Written
 from trl_populora.step.rows import Metrics, Played, add_own_metrics, make_rows, measure_step
 from trl_populora.step.slot import Sample, Slot
-from trl_populora.tasks.archive import TaskArchive
+from trl_populora.tasks.archive import TaskArchive, hash_task
 from trl_populora.tasks.features import CANDIDATES, Features, draw_evenly, name_features
 from trl_populora.tasks.kind import Refusal, Reject, Task, measure_complexity
 
@@ -102,15 +105,19 @@ def play_step(game: Game, done: int, reward: Reward) -> Played:
     with _time(seconds, "match"):
         matches = game.matchmaker.pair(game.population, lambda weights: game.player.gather(weights)[0])
     with _time(seconds, "propose"):
-        slots = _propose(game, matches, done, rng)
-    with _time(seconds, "verify"):
+        slots = _open(game, matches, done, rng)
         # Archived tasks are drawn before this step's proposals enter the archive. So none of these proposals is drawn.
         _fill(game, slots, rng)
         slots += _draw_replays(game, matches, rng) + _draw_given(game, matches, done)
+        begun = Begun(game, slots, done)
+        _propose(game, begun)
+    # What was generated after the last proposal had ended are attempts.
+    seconds["propose"], seconds["solve"] = seconds["propose"] - begun.seconds, begun.seconds
+    with _time(seconds, "verify"):
         known = game.archive.programs
-        tasks = _verify(game, slots, done + 1, rng)
+        tasks = _verify(game, slots, begun, done + 1, rng)
     with _time(seconds, "solve"):
-        _solve(game, slots)
+        _solve(game, slots, begun)
     with _time(seconds, "verify"):
         _grade(game, slots)
     # `_price` gathers the records of all ranks. Ratings, the archive's notes and metrics are computed from these
@@ -128,10 +135,10 @@ def play_step(game: Game, done: int, reward: Reward) -> Played:
     return played
 
 
-def _propose(game: Game, matches: Sequence[Match], done: int, rng: random.Random) -> list[Slot]:
+def _open(game: Game, matches: Sequence[Match], done: int, rng: random.Random) -> list[Slot]:
     """
-    Opens a slot for each proposal of this rank, and lets the teachers write. A teacher's proposals take the kinds of
-    task in turn. Each step begins with the next kind.
+    Opens a slot for each proposal of this rank. A teacher's proposals take the kinds of task in turn. Each step begins
+    with the next kind.
     """
     kinds = list(game.referee.kinds.values())
     part = game.proposals // game.player.world
@@ -146,17 +153,31 @@ def _propose(game: Game, matches: Sequence[Match], done: int, rng: random.Random
             prompt, shown = game.referee.proposal_prompt(kind, drawn)
             proposal = Sample(match.teacher, prompt)
             slots.append(Slot(match, kind.name, shown, len(drawn) - len(shown), proposal))
-    _complete(game, [slot.proposal for slot in slots if slot.proposal is not None])
     return slots
 
 
-def _complete(game: Game, samples: Sequence[Sample]) -> None:
-    """Lets the members write the completions of the samples. Collective, unless no rank has a sample."""
+def _propose(game: Game, begun: Begun) -> None:
+    """Lets the teachers write, and students attempt what teachers have written, if the player can do both at once."""
+    if game.player.overlaps and begun.samples:
+        begun.generate()
+    else:
+        _complete(game, begun.samples)
+
+
+def _complete(game: Game, samples: Sequence[Sample], **options: Any) -> None:
+    """
+    Lets the members write the completions of the samples, which may grow in number meanwhile. Collective, unless no
+    rank has a sample.
+    """
     if not samples:
         return
-    completions = game.player.generate([each.prompt for each in samples], [each.member for each in samples])
+    completions = game.player.generate(*_ask(samples), **options)
     for sample, completion in zip(samples, completions, strict=True):
         sample.completion = completion
+
+
+def _ask(samples: Sequence[Sample]) -> tuple[list[Messages], list[str]]:
+    return [each.prompt for each in samples], [each.member for each in samples]
 
 
 def _fill(game: Game, slots: Sequence[Slot], rng: random.Random) -> None:
@@ -204,7 +225,91 @@ def _draw_given(game: Game, matches: Sequence[Match], done: int) -> list[Slot]:
     return [Slot(match, task.kind, task=task) for match in students for task in tasks]
 
 
-def _verify(game: Game, slots: Sequence[Slot], step: int, rng: random.Random) -> list[Task]:
+class Begun:
+    """
+    What is known of a step before all its proposals have ended, where the player takes up further prompts meanwhile.
+
+    Each proposal is judged when it has ended, by random draws of its own. So the judgement is the same in whatever
+    order proposals end. If it is a task, and none that ended before is equal, students attempt it at once, else the
+    archived task of the slot. Of equal proposals [`_verify`] takes the first by place. So if that one ends late, what
+    has begun at another one's task is thrown away.
+
+    Args:
+        game: The game. Nothing in it changes here.
+        slots: All slots of the step, those with proposals first.
+        done: Optimizer steps so far.
+
+    Attributes:
+        samples: What is asked for, in order: proposals, attempts of slots without proposals, further attempts.
+        judged: By place of the slot, what the referee says of a proposal that has ended.
+        posed: By place of the slot, the task that its attempts are at.
+        seconds: From the end of the last proposal to the end of all that was asked for.
+    """
+
+    def __init__(self, game: Game, slots: Sequence[Slot], done: int):
+        self.game, self.slots, self.done = game, slots, done
+        self.samples = [slot.proposal for slot in slots if slot.proposal is not None]
+        self.judged: dict[int, Task | Refusal] = {}
+        self.posed: dict[int, Task] = {}
+        self.seconds = 0.0
+        self._proposals, self._first, self._over = len(self.samples), dict[bytes, int](), 0.0
+
+    def generate(self) -> None:
+        """Lets the members write proposals, and attempts at what turns out to be a task."""
+        for place in range(self._proposals, len(self.slots)):
+            self._pose(place, self.slots[place].task)
+        _complete(self.game, self.samples, follow=self.follow)
+        self.seconds = time.perf_counter() - self._over
+
+    def follow(self, ended: Mapping[int, Completion]) -> tuple[list[Messages], list[str]]:
+        """Takes what some samples of the first wave have become, and returns what is asked for next."""
+        known = len(self.samples)
+        places = sorted(place for place in ended if place < self._proposals)
+        for place in places:
+            self.samples[place].completion = ended[place]
+        draws = [random.Random(f"{self.game.seed}/{self.done}/{self.game.player.rank}/{place}") for place in places]
+        found = _judge(self.game, [self.slots[place] for place in places], self.done + 1, draws)
+        for place, outcome in zip(places, found, strict=True):
+            self.judged[place] = outcome
+            self._begin(place, outcome)
+        if places:
+            self._over = time.perf_counter()
+        return _ask(self.samples[known:])
+
+    def _begin(self, place: int, outcome: Task | Refusal) -> None:
+        """Lets students attempt the task of a proposal, or the archived task of its slot."""
+        filler = self.slots[place].task
+        if not self.game.referee.guarded and isinstance(outcome, Task):
+            return self._pose(place, outcome)
+        if isinstance(outcome, Refusal) or outcome in self.game.archive:
+            return self._pose(place, filler)
+        key = hash_task(outcome)
+        rival = self._first.get(key, place)
+        self._first[key] = min(place, rival)
+        if rival < place:
+            return self._pose(place, filler)
+        self._pose(place, outcome)
+        if rival > place:
+            self._pose(rival, self.slots[rival].task)
+
+    def _pose(self, place: int, task: Task) -> None:
+        """Lets the student of a slot attempt a task. Attempts at another task are thrown away."""
+        self.posed[place] = task
+        self.samples += _attempt(self.game, self.slots[place], task)
+
+
+def _judge(
+    game: Game, slots: Sequence[Slot], step: int, rng: random.Random | Sequence[random.Random]
+) -> list[Task | Refusal]:
+    """Asks the referee which proposals are tasks, and notes who has written them."""
+    written = [Written(slot.kind, slot.proposal.completion.text, slot.references) for slot in slots if slot.proposal]
+    return [
+        replace(outcome, author=slot.match.teacher, step=step) if isinstance(outcome, Task) else outcome
+        for slot, outcome in zip(slots, game.referee.judge(written, rng), strict=True)
+    ]
+
+
+def _verify(game: Game, slots: Sequence[Slot], begun: Begun, step: int, rng: random.Random) -> list[Task]:
     """
     Decides which proposals are tasks. A proposal that is in the archive already is refused as a duplicate. A referee
     without guards accepts duplicates.
@@ -212,12 +317,8 @@ def _verify(game: Game, slots: Sequence[Slot], step: int, rng: random.Random) ->
     Returns:
         The accepted tasks of all ranks.
     """
-    proposed = [(slot, slot.proposal.completion.text) for slot in slots if slot.proposal is not None]
-    judged = game.referee.judge([Written(slot.kind, text, slot.references) for slot, text in proposed], rng)
-    found: list[Task | Refusal] = [
-        replace(outcome, author=slot.match.teacher, step=step) if isinstance(outcome, Task) else outcome
-        for (slot, _), outcome in zip(proposed, judged, strict=True)
-    ]
+    proposed = [slot for slot in slots if slot.proposal is not None]
+    found = [begun.judged[place] for place in sorted(begun.judged)] or _judge(game, proposed, step, rng)
     # A user's own kind might name other features on another rank. So only the rank that holds a proposal names its
     # features, and the other ranks get them from there.
     named = [
@@ -237,7 +338,7 @@ def _verify(game: Game, slots: Sequence[Slot], step: int, rng: random.Random) ->
                     found[place] = Refusal(Reject.DUPLICATE, "such a task was proposed or given before")
     for task in accepted:  # all tasks are counted before any is priced, so no rarity depends on their order
         game.features.add(words[task.task_id])
-    for (slot, _), outcome in zip(proposed, found, strict=True):
+    for slot, outcome in zip(proposed, found, strict=True):
         if isinstance(outcome, Task):
             slot.task, slot.features = outcome, words[outcome.task_id]
         else:
@@ -245,12 +346,17 @@ def _verify(game: Game, slots: Sequence[Slot], step: int, rng: random.Random) ->
     return accepted
 
 
-def _solve(game: Game, slots: Sequence[Slot]) -> None:
-    """Lets the student of each slot's match attempt the slot's task G times."""
-    for slot in slots:
-        prompt = game.referee.solving_prompt(slot.task)
-        slot.attempts = [Sample(slot.match.student, prompt) for _ in range(game.attempts)]
-    _complete(game, [attempt for slot in slots for attempt in slot.attempts])
+def _solve(game: Game, slots: Sequence[Slot], begun: Begun) -> None:
+    """Lets the student of each slot's match attempt the slot's task G times, where this has not happened yet."""
+    left = [slot for place, slot in enumerate(slots) if begun.posed.get(place) is not slot.task]
+    _complete(game, [attempt for slot in left for attempt in _attempt(game, slot, slot.task)])
+
+
+def _attempt(game: Game, slot: Slot, task: Task) -> list[Sample]:
+    """Makes the attempts of a slot."""
+    prompt = game.referee.solving_prompt(task)
+    slot.attempts = [Sample(slot.match.student, prompt) for _ in range(game.attempts)]
+    return slot.attempts
 
 
 def _grade(game: Game, slots: Sequence[Slot]) -> None:

@@ -3,8 +3,9 @@
     Written (a proposal) --judge--> Task or Refusal     parse, run, accept, check for copying
     Task, answer         --grade--> Grade               parse, run, compare
 
-Programs run when a whole batch of completions is there. Running each as soon as its completion ends would save .3 s of
-a step of 16 s, and was not worth the code.
+Proposals are judged when they have ended: all at once, or a few at a time if attempts at their tasks begin while other
+proposals are being written. Attempts are graded when all have ended. Running each as soon as it ends would save .3 s
+of a step of 16 s, and was not worth the code.
 """
 
 from __future__ import annotations
@@ -219,7 +220,9 @@ class Referee:
                 WAY_OUT,
             )
 
-    def judge(self, proposals: Sequence[Written], rng: random.Random) -> list[Task | Refusal]:
+    def judge(
+        self, proposals: Sequence[Written], rng: random.Random | Sequence[random.Random]
+    ) -> list[Task | Refusal]:
         """
         Decides for each proposal whether it is a task. The first check that it fails is the reason of the refusal:
 
@@ -232,10 +235,19 @@ class Referee:
         7. It is not solved by copying what the student is shown. Without guards this is not checked.
 
         `play.py` finds duplicates later, where ranks meet.
+
+        Args:
+            proposals: What teachers wrote.
+            rng: Decides what is random in a task. With a generator for each proposal, the judgement of a proposal does
+                not depend on those beside it.
         """
         return self.verify([(each.kind, self._parse(each)) for each in proposals], rng)
 
-    def verify(self, proposals: Sequence[tuple[str, Proposal | Refusal]], rng: random.Random) -> list[Task | Refusal]:
+    def verify(
+        self,
+        proposals: Sequence[tuple[str, Proposal | Refusal]],
+        rng: random.Random | Sequence[random.Random],
+    ) -> list[Task | Refusal]:
         """
         Runs those checks of [`judge`] that come after the first two. Each entry of `proposals` is the name of a kind,
         and what this kind has read: a proposal, or a refusal, which is returned as it is.
@@ -244,8 +256,10 @@ class Referee:
             check_type(kind, "check", self.kinds[kind].check(read), _JOB) if isinstance(read, Proposal) else None
             for kind, read in proposals
         )
+        draws = [rng] * len(proposals) if isinstance(rng, random.Random) else rng
         found = [
-            self._accept(kind, read, verdict, rng) for (kind, read), verdict in zip(proposals, verdicts, strict=True)
+            self._accept(kind, read, verdict, own)
+            for (kind, read), verdict, own in zip(proposals, verdicts, draws, strict=True)
         ]
         tasks = [each for each in found if isinstance(each, Task)] if self.guarded else []
         copied = {task for task, right in zip(tasks, self.try_answers("copies", tasks), strict=True) if any(right)}
