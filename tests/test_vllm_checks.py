@@ -18,6 +18,7 @@ from transformers import BloomConfig, CTRLConfig, Qwen3Config, Qwen3ForCausalLM
 
 from trl_populora.generate.checks import WINDOW, check_vllm, warn_of_truncation
 from trl_populora.generate.server import LoRAServer, VLLMServerError
+from trl_populora.hub.card import VLLM_RANKS
 from trl_populora.trainer import PopuLoRATrainer
 
 from .vllm_models import make_served_base
@@ -26,9 +27,8 @@ from .without_extras import without_extras
 
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "recipes")]
+sys.path.insert(0, str(ROOT / "benchmarks"))
 
-import budget  # noqa: E402
 import trl_versions  # noqa: E402
 
 
@@ -127,10 +127,10 @@ class TestWithVLLM:
 
         assert find_permitted_rank(LoraConfig(**options)) == size
 
-    def test_the_budget_knows_the_permitted_ranks(self):
+    def test_cards_and_recipes_know_the_permitted_ranks(self):
         from vllm.config.lora import MaxLoRARanks
 
-        assert get_args(MaxLoRARanks) == budget.SERVED_RANKS
+        assert get_args(MaxLoRARanks) == VLLM_RANKS
 
     def test_a_rank_above_all_permitted_ones_is_refused(self, args):
         with pytest.raises(ValueError, match=r"rank 513, and vLLM serves at most 512"):
