@@ -14,11 +14,12 @@ from typing import get_args
 
 import pytest
 from peft import LoraConfig
-from transformers import BloomConfig, CTRLConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import BloomConfig, CTRLConfig, GPTNeoXConfig, Qwen3Config, Qwen3ForCausalLM
 
 from trl_populora.generate.checks import WINDOW, check_vllm, warn_of_truncation
 from trl_populora.generate.server import LoRAServer, VLLMServerError
 from trl_populora.hub.card import VLLM_RANKS
+from trl_populora.start import check_setup
 from trl_populora.trainer import PopuLoRATrainer
 
 from .vllm_models import make_served_base
@@ -150,6 +151,21 @@ class TestWithVLLM:
             PopuLoRATrainer(str(tmp_path / "base"), args=args, peft_config=lora)
         assert str(tmp_path / "base") in str(error.value)
         assert "use_vllm=False" in str(error.value)
+
+    def test_the_arguments_of_a_colocated_engine_decide_which_class_serves_the_base(self, make_args, lora, tmp_path):
+        """vLLM's own class of this architecture has no LoRA; that which wraps transformers' class has."""
+        sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
+        base = str(tmp_path / "base")
+        GPTNeoXConfig(architectures=["GPTNeoXForCausalLM"], **sizes).save_pretrained(base)
+        own, wrapped = ({"model_impl": name} for name in ("vllm", "transformers"))
+        for settings in ({}, {"vllm_engine_kwargs": own}, {"vllm_engine_kwargs": wrapped, "vllm_mode": "server"}):
+            args = make_args(use_vllm=True, **settings)
+            with pytest.raises(ValueError, match="without LoRA"):
+                check_setup(args, {}, base, lora)
+        check_setup(make_args(use_vllm=True, vllm_engine_kwargs=wrapped), {}, base, lora)
+        args = make_args(use_vllm=True, vllm_model_impl="transformers", vllm_engine_kwargs=own)
+        with pytest.raises(ValueError, match="without LoRA"):
+            check_setup(args, {}, base, lora)
 
     @pytest.mark.parametrize(
         ("engine", "reason"),

@@ -162,9 +162,9 @@ class PopulationGeneration(VLLMGeneration):
         """
         _, served = resolve_base(
             self.model.name_or_path,
+            self.engine_kwargs,
             model_impl=self.model_impl,
             trust_remote_code=self.trust_remote_code,
-            **{name: given for name, given in self.engine_kwargs.items() if name in ("revision", "hf_overrides")},
         )
         modules = {
             _name_module(key) for name in self.members for key in lora_members.member_parameters(self.model, name)
