@@ -1,4 +1,4 @@
-"""Several servers of which one refuses: the others keep no adapter. The servers are stubs that hold names alone."""
+"""What servers and the shelf hold after a publication, also where one server refuses. The servers are stubs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from accelerate import Accelerator
 
-from trl_populora.generate.publish import Published, StaleAdapterError
+from trl_populora.generate.publish import VERSIONS_KEPT, Published, StaleAdapterError
 from trl_populora.generate.server import LoRAServers, VLLMServerError
 from trl_populora.generate.vllm import PopulationGeneration
 
@@ -163,3 +163,19 @@ def test_the_error_of_the_check_of_modules_is_told_if_unloading_fails_too(stubs,
     shelf = generation._shelf
     shelf.sweep_retired()
     assert [path for path in shelf.root.iterdir() if path.name != ".lock"] == []
+
+
+def test_a_shelf_holds_no_more_versions_than_room_is_asked_for(generation, monkeypatch):
+    generation._modules_checked = True
+    monkeypatch.setattr(LoRAServers, "probe", lambda self, adapter, b: None)
+    load, held = generation.backend.load, []
+
+    def count_and_load(adapter: Published) -> None:
+        held.append(len([*generation._shelf.root.glob("[!.]*")]))
+        load(adapter)
+
+    monkeypatch.setattr(generation.backend, "load", count_and_load)
+    for _ in range(4):
+        generation._detector.forget()
+        generation.sync_weights()
+    assert max(held) == VERSIONS_KEPT * len(generation.members)
