@@ -24,9 +24,9 @@ from trl_populora.sandbox.values import decode, encode
 from trl_populora.tasks.kind import Attempt, Proposal, Reject, Task, TaskKind
 
 
-MAX_NUMBERS = 5  # reachable targets are found by trying everything; five numbers take some milliseconds
 MAX_NUMBER = 99
 
+# Five numbers at most: reachable targets are found by trying everything, and for five that takes some milliseconds.
 PROPOSAL = re.compile(r"numbers: (\d{1,2}(?: \d{1,2}){1,4})\ntarget: (\d{1,4})\s*")
 TOKEN = re.compile(r"\s*(\d{1,4}|[-+*()])")
 

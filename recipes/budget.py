@@ -34,6 +34,7 @@ from trl_populora.cli import TrainArguments
 from trl_populora.config import MemberConfig, PopuLoRAConfig
 from trl_populora.generate.publish import count_slots
 from trl_populora.generate.transformers import READ_SHARE
+from trl_populora.hub.card import VLLM_RANKS
 from trl_populora.step.microbatch import estimate_pair_cost
 from trl_populora.tasks import CodeO
 
@@ -48,8 +49,6 @@ TRAINING_UTILIZATION = 0.35  # of peak FLOP/s; 0.47 was measured on an H200 with
 DECODING_UTILIZATION = 0.6  # of peak bandwidth or FLOP/s
 LORA_SLOWDOWN = 1.5  # serving adapters costs a third of the decoding rate, however many there are (vLLM PR 11267)
 MEAN_COMPLETION = 0.3  # of `max_completion_length`
-
-SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's values of `max_lora_rank`
 
 # Measured on an H200 with bases of 28 and 30 layers (benchmarks/RESULTS.md): seconds a layer takes to start its
 # kernels, members' included, however little they have to do. Other hosts are faster or slower at it than that one.
@@ -133,7 +132,7 @@ class Shape:
         What vLLM's kernels keep for one adapter of that rank: of the next rank that vLLM serves, on all linear layers
         but the head, or everywhere, on embeddings and head, too.
         """
-        served = min((size for size in SERVED_RANKS if size >= rank), default=rank)  # a run refuses larger ones
+        served = min((size for size in VLLM_RANKS if size >= rank), default=rank)  # a run refuses larger ones
         both = 2 * served * (self.vocab_size + self.hidden_size) if everywhere else 0
         return self.adapter_parameters(served) + both
 

@@ -231,6 +231,60 @@ class TestPushed:
         assert told in card
         assert ("vllm serve" in card) == (rank == 512)
 
+    def test_a_card_is_written_anew_and_keeps_tags_and_metadata(self, finished, tmp_path):
+        state = json.loads(Path(finished.args.output_dir, "population.json").read_text())
+        for step in (2, 3):
+            (tmp_path / "population.json").write_text(json.dumps(state | {"step": step}))
+            given = ("mine", {"license": "mit"}) if step == 2 else ("ours", None)
+            write_card(tmp_path, "me/mine", *given)
+            card = (tmp_path / "README.md").read_text()
+            assert f"after {step} steps" in card
+            metadata = huggingface_hub.ModelCard(card).data
+            assert metadata.license == "mit"
+        assert {"mine", "ours", "lora"} <= set(metadata.tags)
+        write_card(tmp_path, "me/mine", details={"license": "apache-2.0"})
+        assert huggingface_hub.ModelCard.load(tmp_path / "README.md").data.license == "apache-2.0"
+
+    @pytest.mark.parametrize("where", ["an edited card", "a text of one's own", "a card of one's own"])
+    def test_a_card_keeps_the_text_of_the_user(self, finished, tmp_path, where, caplog):
+        shutil.copyfile(Path(finished.args.output_dir, "population.json"), tmp_path / "population.json")
+        path = tmp_path / "README.md"
+        if where == "an edited card":
+            write_card(tmp_path, "me/mine")
+            path.write_text(path.read_text().replace("## Members", "Read this first.\n\n## Members"))
+        elif where == "a text of one's own":
+            path.write_text("Read this first.\n\n---\n")
+        else:
+            path.write_text("---\ntags: mine\nthumbnail: me.png\n---\nRead this first.\n")
+        text = huggingface_hub.RepoCard.load(path).text
+        for _ in range(2):
+            write_card(tmp_path, "me/mine")
+            card = huggingface_hub.RepoCard.load(path)
+            assert card.text == text
+            assert {"trl", "populora"} <= set(card.data.tags)
+            assert card.data.library_name == "peft"
+        assert "keeps the text that you gave it" in caplog.text
+        if where == "a card of one's own":
+            assert "mine" in card.data.tags
+            assert card.data.thumbnail == "me.png"
+
+    def test_a_card_that_cannot_be_read_stays_as_it_is(self, finished, tmp_path, caplog):
+        shutil.copyfile(Path(finished.args.output_dir, "population.json"), tmp_path / "population.json")
+        broken = "---\ntags: [mine\n---\nRead this first.\n"
+        (tmp_path / "README.md").write_text(broken)
+        write_card(tmp_path, "me/mine")
+        assert (tmp_path / "README.md").read_text() == broken
+        assert "stays as it is" in caplog.text
+
+    def test_a_card_of_the_first_version_is_written_anew(self, finished, tmp_path):
+        """It has no mark, and may hold a secret that early versions saved."""
+        shutil.copyfile(Path(finished.args.output_dir, "population.json"), tmp_path / "population.json")
+        write_card(tmp_path, "me/mine")
+        path = tmp_path / "README.md"
+        path.write_text(path.read_text().replace("## Training", "hf_secret\n\n## Training").partition("<!--")[0])
+        write_card(tmp_path, "me/mine")
+        assert "hf_secret" not in path.read_text()
+
     def test_what_belongs_to_a_population_is_not_doubted(self, hub, finished, recwarn):
         push_run(finished.args.output_dir, "me/quiet")
         assert "archive.parquet" in hub.repos["me/quiet"]
@@ -338,8 +392,10 @@ class TestWhileTraining:
         shutil.copy(checkpoint / "metrics.jsonl", tmp_path)
         (tmp_path / "lineage.jsonl").write_text("the run goes on\n")
         before = contents(checkpoint)
+        (tmp_path / "README.md").write_text("a card that the user has edited\n")
         stage = make_stage(tmp_path, checkpoint, "every_save")
         assert contents(checkpoint) == before
+        assert (stage / "README.md").read_text() == "a card that the user has edited\n"
         assert (stage / "lineage.jsonl").samefile(checkpoint / "lineage.jsonl")
 
     @pytest.mark.usefixtures("two_plots")

@@ -44,6 +44,7 @@ def test_rollouts_tell_a_member_from_its_successor_and_its_opponent(tmp_path):
         ({"loss": 0.1, "propose/valid_rate": 0.5}, "step"),
         ({"loss": 0.1}, "step"),  # the second step of `num_iterations=2`
         ({"propose/valid_rate": 0.5}, "step"),
+        ({"loss": 0.1, "num_input_tokens_seen": 90, "train_runtime": 1.0}, "step"),
         ({"eval_solve_rate_mean": 0.5, "eval_runtime": 1.0}, "evaluation"),
         ({"eval/solve_rate_mean": 0.5}, "evaluation"),
         ({"eval_mine_runtime": 1.0}, "evaluation"),

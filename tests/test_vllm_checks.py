@@ -14,10 +14,12 @@ from typing import get_args
 
 import pytest
 from peft import LoraConfig
-from transformers import BloomConfig, CTRLConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import BloomConfig, CTRLConfig, GPTNeoXConfig, Qwen3Config, Qwen3ForCausalLM
 
 from trl_populora.generate.checks import WINDOW, check_vllm, warn_of_truncation
 from trl_populora.generate.server import LoRAServer, VLLMServerError
+from trl_populora.hub.card import VLLM_RANKS
+from trl_populora.start import check_setup
 from trl_populora.trainer import PopuLoRATrainer
 
 from .vllm_models import make_served_base
@@ -26,9 +28,8 @@ from .without_extras import without_extras
 
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "recipes")]
+sys.path.insert(0, str(ROOT / "benchmarks"))
 
-import budget  # noqa: E402
 import trl_versions  # noqa: E402
 
 
@@ -127,10 +128,10 @@ class TestWithVLLM:
 
         assert find_permitted_rank(LoraConfig(**options)) == size
 
-    def test_the_budget_knows_the_permitted_ranks(self):
+    def test_cards_and_recipes_know_the_permitted_ranks(self):
         from vllm.config.lora import MaxLoRARanks
 
-        assert get_args(MaxLoRARanks) == budget.SERVED_RANKS
+        assert get_args(MaxLoRARanks) == VLLM_RANKS
 
     def test_a_rank_above_all_permitted_ones_is_refused(self, args):
         with pytest.raises(ValueError, match=r"rank 513, and vLLM serves at most 512"):
@@ -150,6 +151,21 @@ class TestWithVLLM:
             PopuLoRATrainer(str(tmp_path / "base"), args=args, peft_config=lora)
         assert str(tmp_path / "base") in str(error.value)
         assert "use_vllm=False" in str(error.value)
+
+    def test_the_arguments_of_a_colocated_engine_decide_which_class_serves_the_base(self, make_args, lora, tmp_path):
+        """vLLM's own class of this architecture has no LoRA; that which wraps transformers' class has."""
+        sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
+        base = str(tmp_path / "base")
+        GPTNeoXConfig(architectures=["GPTNeoXForCausalLM"], **sizes).save_pretrained(base)
+        own, wrapped = ({"model_impl": name} for name in ("vllm", "transformers"))
+        for settings in ({}, {"vllm_engine_kwargs": own}, {"vllm_engine_kwargs": wrapped, "vllm_mode": "server"}):
+            args = make_args(use_vllm=True, **settings)
+            with pytest.raises(ValueError, match="without LoRA"):
+                check_setup(args, {}, base, lora)
+        check_setup(make_args(use_vllm=True, vllm_engine_kwargs=wrapped), {}, base, lora)
+        args = make_args(use_vllm=True, vllm_model_impl="transformers", vllm_engine_kwargs=own)
+        with pytest.raises(ValueError, match="without LoRA"):
+            check_setup(args, {}, base, lora)
 
     @pytest.mark.parametrize(
         ("engine", "reason"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -178,6 +179,9 @@ def test_servers_get_absolute_paths(tmp_path, monkeypatch):
 def test_shared_memory_is_used_when_it_has_room_and_every_reader_sees_it(tmp_path):
     assert choose_parent(str(tmp_path), 1 << 10, remote=False) == "/dev/shm"
     assert choose_parent(str(tmp_path), 1 << 50, remote=False) == str(tmp_path)
+    free = shutil.disk_usage("/dev/shm").free
+    assert choose_parent(str(tmp_path), free // 5, remote=False) == "/dev/shm", "two versions of each take 2/5"
+    assert choose_parent(str(tmp_path), free // 3, remote=False) == str(tmp_path), "two versions would take 2/3"
     assert choose_parent(str(tmp_path), 1 << 10, remote=True) == str(tmp_path)
 
 

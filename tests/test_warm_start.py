@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from trl_populora.lora.layers import Router, add_members, routed_layers
 from trl_populora.lora.members import adds_nothing, read_member
 from trl_populora.population.members import Population
 from trl_populora.run.read import read_population
-from trl_populora.run.saved_population import Shape, check_settings, read_lora
+from trl_populora.run.saved_population import Shape, check_pooled, check_settings, read_lora
 
 
 def members():
@@ -107,7 +108,7 @@ def test_members_that_evolution_has_made_are_not_pooled(finished, make_args, tmp
     base = AutoModelForCausalLM.from_pretrained(saved["base_model"])
     model = add_members(base, population.adapters, read_lora(saved), Router(), seed=3)
     shape = Shape.of(model, saved["base_model"])
-    refused = r"mean of the students of .*/run, which means nothing: .*\([a-z_, ]*init[a-z_, ]*\)"
+    refused = r"mean of the students of .*/run\. .* does not say that these did \(.*student_\d init.*\)"
     with pytest.raises(ValueError, match=refused):
         warm_start(str(path), model, population, shape, ["student"])
     with pytest.raises(ValueError, match=refused):
@@ -124,8 +125,33 @@ def test_members_that_evolution_has_made_are_not_pooled(finished, make_args, tmp
         warm_start(str(path), model, population, shape, ["student"])
     own = [each | {"operator": "warm_start", "parents": [each["name"]]} for each in saved["members"]]
     (path / "population.json").write_text(json.dumps(saved | {"members": own}))
-    with pytest.raises(ValueError, match=r"with one adapter \(warm_start\)"):
+    with pytest.raises(ValueError, match=r"\(student_0 warm_start student_0; student_1 warm_start student_1\)"):
         warm_start(str(path), model, population, shape, ["student"])
+
+
+@pytest.mark.parametrize(
+    ("joined", "alike"),
+    [
+        (["join"], True),
+        (["join", "first@0"], True),
+        (["join", "second@0"], True),
+        (["join", "third@1"], False),
+        (["join", "gone@0"], False),
+    ],
+    ids=["as all began", "copies the first", "copies one that joined", "copies a child", "copies one that left"],
+)
+def test_members_that_joined_began_as_the_ones_that_they_copied(joined, alike):
+    begun = [("first", 0, "init"), ("second", 0, "join", "first@0"), ("last", 0, *joined)]
+    child = ("third", 1, "average", "first@0", "second@0")
+    saved = {
+        "members": [
+            {"name": name, "version": version, "operator": operator, "parents": parents, "adapter": name} | role
+            for role, members in (({"role": "student"}, begun), ({"role": "teacher"}, [child]))
+            for name, version, operator, *parents in members
+        ]
+    }
+    with nullcontext() if alike else pytest.raises(ValueError, match=r"these did \(first init; second init; last "):
+        check_pooled(Path("run"), saved, ["student"])
 
 
 def test_an_adapter_may_lie_on_the_hub(hub, tmp_path):

@@ -121,10 +121,9 @@ def check_setup(
     check_wandb(args)
     check_is_base(source, (args.model_init_kwargs or {}).get("revision"))
     if args.use_vllm:
-        if args.vllm_mode == "colocate":
-            arguments: Any = args.vllm_engine_kwargs or {}
-            check_engine_arguments(arguments, args.seats, lora_config)
-        check_vllm(source, args, lora_config)
+        arguments: Any = (args.vllm_mode == "colocate" and args.vllm_engine_kwargs) or {}
+        check_engine_arguments(arguments, args.seats, lora_config)
+        check_vllm(source, args, lora_config, arguments)
 
 
 def warn_of_earlier_run(args: PopuLoRAConfig) -> None:

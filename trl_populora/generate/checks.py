@@ -9,6 +9,7 @@ import logging
 import warnings
 from collections.abc import Mapping
 from importlib.metadata import packages_distributions, version
+from types import MappingProxyType
 from typing import Any, get_args
 
 from packaging.specifiers import SpecifierSet
@@ -28,9 +29,19 @@ WAY_OUT = "Set `use_vllm=False` to generate with transformers."
 # The versions of vLLM that the vLLM tests have run on. TRL has a window of its own: TRL 1.16 warns of versions below
 # 0.22 and of versions above 0.31.0. So TRL warns of 0.32, which is in our window.
 WINDOW = SpecifierSet(">=0.31,<0.33")
+# Engine arguments that decide which of vLLM's model classes serves a base.
+DECIDE_CLASS = (
+    *("model_impl", "trust_remote_code", "revision", "code_revision"),
+    *("config_format", "hf_config_path", "hf_overrides"),
+)
 
 
-def check_vllm(model: str | PreTrainedModel, args: GRPOConfig, lora_config: LoraConfig) -> None:
+def check_vllm(
+    model: str | PreTrainedModel,
+    args: GRPOConfig,
+    lora_config: LoraConfig,
+    engine_kwargs: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
     """
     Checks that vLLM is installed, and that it can serve a base with the members' adapters. Also warns of truncated
     sampling (see [`warn_of_truncation`]).
@@ -39,6 +50,7 @@ def check_vllm(model: str | PreTrainedModel, args: GRPOConfig, lora_config: Lora
         model: The base: a path or Hub id, or a model that was loaded from one.
         args: Settings of the run.
         lora_config: The LoRA configuration of all members.
+        engine_kwargs: The user's arguments of a colocated engine.
 
     Raises:
         `ImportError`: If vLLM is not installed, or if its version is outside [`WINDOW`].
@@ -54,7 +66,7 @@ def check_vllm(model: str | PreTrainedModel, args: GRPOConfig, lora_config: Lora
             "The base model was not loaded from a path or the Hub (`config.name_or_path` is empty), and vLLM loads "
             f"the base by itself. Save it with `save_pretrained` and pass that path. {WAY_OUT}"
         )
-    check_base(path, args)
+    check_base(path, args, engine_kwargs)
 
 
 def check_engine_arguments(given: Mapping[str, Any], members: int, lora_config: LoraConfig) -> None:
@@ -152,9 +164,9 @@ def find_permitted_rank(lora_config: LoraConfig) -> int:
     return next(size for size in permitted if size >= rank)
 
 
-def check_base(path: str, args: GRPOConfig) -> None:
+def check_base(path: str, args: GRPOConfig, engine_kwargs: Mapping[str, Any]) -> None:
     """
-    Checks that vLLM can serve a base with LoRA on this machine.
+    Checks that vLLM can serve a base with LoRA on this machine. Arguments are as in [`check_vllm`].
 
     Raises:
         `ValueError`: If vLLM does not know the architecture, serves it only without LoRA, or has no CPU kernel for
@@ -166,6 +178,7 @@ def check_base(path: str, args: GRPOConfig) -> None:
     try:
         config, served = resolve_base(
             path,
+            engine_kwargs,
             model_impl=args.vllm_model_impl,
             trust_remote_code=args.trust_remote_code,
             revision=(args.model_init_kwargs or {}).get("revision"),
@@ -189,13 +202,14 @@ def check_base(path: str, args: GRPOConfig) -> None:
             )
 
 
-def resolve_base(path: str, **arguments: Any) -> tuple[Any, type]:
+def resolve_base(path: str, given: Mapping[str, Any], **arguments: Any) -> tuple[Any, type]:
     """
     Finds vLLM's configuration of a base, and vLLM's model class for it. Loads no weights.
 
     Args:
         path: The base: a path or Hub id.
-        **arguments: Further engine arguments that decide which class is taken, such as `model_impl`.
+        given: The user's engine arguments. Those that decide which class is taken override `arguments`.
+        **arguments: Engine arguments of the same kind, such as `model_impl`.
 
     Raises:
         `ValueError`: If vLLM does not know the architecture.
@@ -203,6 +217,7 @@ def resolve_base(path: str, **arguments: Any) -> tuple[Any, type]:
     from vllm import ModelRegistry
     from vllm.engine.arg_utils import EngineArgs
 
+    arguments |= {name: given[name] for name in DECIDE_CLASS if name in given}
     config = EngineArgs(model=path, **arguments).create_model_config()
     served, _ = ModelRegistry.resolve_model_cls(config.architectures, model_config=config)
     return config, served

@@ -34,8 +34,9 @@ from trl_populora.lora import members as lora_members
 SHARED_MEMORY = "/dev/shm"
 PREFIX = "populora-"  # the beginning of the name of every shelf's directory
 
-# For a moment a shelf holds the previous, the current and the next version of every member.
-VERSIONS_KEPT = 3
+# How many versions of every member a shelf holds at most. Members that are published go there beside their former
+# versions; those before are removed first.
+VERSIONS_KEPT = 2
 
 
 def count_adapters(members: int) -> tuple[int, int]:
@@ -178,7 +179,8 @@ def choose_parent(output_dir: str, wanted_bytes: int, remote: bool) -> str:
         wanted_bytes: Bytes of one version of all members.
         remote: Whether a server runs on another host. Another host does not see this host's memory.
     """
-    # Half of the space stays free, because data loaders and NCCL use the same memory.
+    # About half of the space stays free, because data loaders and NCCL use the same memory. The base's adapter, which
+    # is as large as a member, takes some of that half.
     needed = 2 * VERSIONS_KEPT * wanted_bytes
     if not remote and os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free > needed:
         return SHARED_MEMORY

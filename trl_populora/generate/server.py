@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlparse
@@ -178,6 +179,7 @@ class LoRAServer(VLLMClient):
             `VLLMServerError`: If the server refuses, for example because it does not see the path.
         """
         self._adapter_command("load_lora_adapter", {"lora_name": adapter.name, "lora_path": adapter.path})
+        self.failed.clear()  # a server that loads adapters also has some to unload
 
     def unload(self, adapter: Published) -> None:
         """Removes an adapter from the server. Asks nothing of a failed server: a restart drops all its adapters."""
@@ -334,14 +336,28 @@ class LoRAServers:
         """Does nothing. TRL calls it to open a connection for weights, and here adapters travel as files."""
 
     def load(self, adapter: Published) -> None:
-        """Loads an adapter on every server."""
-        for server in self.servers:
-            server.load(adapter)
+        """Loads an adapter on every server. If one fails, the adapter is unloaded from those that have loaded it."""
+        for place, server in enumerate(self.servers):
+            try:
+                server.load(adapter)
+            except Exception:
+                with suppress(VLLMServerError):  # the first error tells why
+                    self._unload(adapter, self.servers[:place])
+                raise
 
     def unload(self, adapter: Published) -> None:
-        """Unloads an adapter from every server."""
-        for server in self.servers:
-            server.unload(adapter)
+        """Unloads an adapter from every server. If some fail, raises the first error after all have been asked."""
+        self._unload(adapter, self.servers)
+
+    def _unload(self, adapter: Published, servers: Sequence[LoRAServer]) -> None:
+        errors = []
+        for server in servers:
+            try:
+                server.unload(adapter)
+            except VLLMServerError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def probe(self, adapter: Published, b: torch.Tensor) -> None:
         """Probes an adapter on every server; arguments are as in [`LoRAServer.probe`]."""

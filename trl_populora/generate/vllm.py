@@ -21,7 +21,7 @@ import inspect
 import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from functools import partial
 from itertools import islice
@@ -174,9 +174,9 @@ class PopulationGeneration(VLLMGeneration):
         """
         _, served = resolve_base(
             self.model.name_or_path,
+            self.engine_kwargs,
             model_impl=self.model_impl,
             trust_remote_code=self.trust_remote_code,
-            **{name: given for name, given in self.engine_kwargs.items() if name in ("revision", "hf_overrides")},
         )
         modules = {
             _name_module(key) for name in self.members for key in lora_members.member_parameters(self.model, name)
@@ -335,7 +335,8 @@ class PopulationGeneration(VLLMGeneration):
         try:
             self.backend.probe(adapter, next(value for key, value in factors.items() if "lora_B" in key))
         except Exception:
-            self._withdraw(adapter)
+            with suppress(VLLMServerError):  # the first error tells why
+                self._withdraw(adapter)
             raise
         return adapter
 
@@ -378,7 +379,9 @@ class PopulationGeneration(VLLMGeneration):
             self.backend.check_modules(probes[0], dict(zip(kinds, probes[1:], strict=True)))
         finally:
             for probe in probes:
-                self._withdraw(probe)
+                # A server that fails here fails again when it is to load the first member.
+                with suppress(VLLMServerError):
+                    self._withdraw(probe)
 
     def _open_shelf(self) -> publish.AdapterShelf:
         """Makes the shelf when it is needed for the first time."""
@@ -462,12 +465,11 @@ class PopulationGeneration(VLLMGeneration):
 
         A server that has failed is not waited for. It loses its adapters when it is restarted.
         """
-        try:
-            if self.backend is not None:
-                for adapter in self.published.values():
-                    self.backend.unload(adapter)
-        except VLLMServerError as error:
-            vllm_generation.logger.warning("Adapters were left on the server: %s", error)
+        for adapter in self.published.values() if self.backend is not None else ():
+            try:
+                self.backend.unload(adapter)
+            except VLLMServerError as error:
+                vllm_generation.logger.warning("Adapters were left on the server: %s", error)
         self.published = {}
         self._detector.forget()
         if self._shelf is not None:

@@ -6,14 +6,18 @@ archive.parquet, population.json              --format_archive_card--> text of a
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import os
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from huggingface_hub import DatasetCardData, ModelCardData
+from huggingface_hub import CardData, DatasetCardData, ModelCardData, RepoCard
+from yaml import YAMLError
 
 from trl_populora.assets import TINY
 from trl_populora.files import write_whole
@@ -29,17 +33,21 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
+logger = logging.getLogger(__name__)
+
 TAGS = ("trl", "trl-populora", "populora", "lora", "peft", "reinforcement-learning")
 
-CARD = """---
-{metadata}
----
+ROOT_ADAPTER = "The adapter at the root of this repository is"
+# The last line of a card. A text that has another digest was edited.
+MARK = "<!-- trl-populora wrote this text, and writes it anew unless you change it. Digest: {} -->\n"
+_MARKED = re.compile(rf"{re.escape(MARK).replace(re.escape('{}'), '([0-9a-f]+)')}\s*\Z")
 
+CARD = """
 # {name}
 
 {story}
 
-The adapter at the root of this repository is **{best}**, the {role} with the highest {best_by}.
+{root_adapter} **{best}**, the {role} with the highest {best_by}.
 
 ## Members
 
@@ -162,6 +170,9 @@ def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, d
     """
     Writes the model card into the directory of a saved population: `README.md`, and `.eval_results/` with scores.
 
+    If there is a card, its metadata stay, unless `details` has other values, and its tags are added. Its text stays,
+    too, if somebody else has written or edited it.
+
     Args:
         root: The directory. It holds `population.json`, and may hold `lineage.jsonl`, `evaluation.json` and
             `plots/*.png`.
@@ -207,10 +218,10 @@ def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, d
     }
     code = _write_base_code(base, population.get("settings", {}).get("base_revision", "main"))
     text = CARD.format(
-        metadata=metadata.to_yaml(),
         name=name.split("/")[-1],
         **{part: text.format(**facts) for part, text in parts.items()},
         base=base,
+        root_adapter=ROOT_ADAPTER,
         **code,
         best=best,
         best_by=best_by,
@@ -235,8 +246,35 @@ def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, d
         settings=json.dumps(population.get("settings", {}), indent=2),
         citation=CITATION,
     )
-    with write_whole(root / "README.md") as unfinished:
-        unfinished.write_text(text)
+    _write(root / "README.md", metadata.to_dict(), text, details or {})
+
+
+def _write(path: Path, metadata: dict[str, Any], text: str, details: Mapping[str, Any]) -> None:
+    """Writes a card whole, and keeps what somebody else has written into an earlier one."""
+    text += MARK.format(_compute_digest(text))
+    if path.exists():
+        try:
+            earlier = RepoCard(path.read_text(encoding="utf-8"), ignore_metadata_errors=True)
+        except (ValueError, YAMLError) as error:
+            logger.warning("%s stays as it is, because its metadata cannot be read (%s).", path, error)
+            return
+        kept, mark = earlier.data.to_dict(), _MARKED.search(earlier.text)
+        ours = mark is not None or ROOT_ADAPTER in earlier.text  # version 0.2.0 wrote no mark
+        if ours:
+            kept.pop("model-index", None)  # scores of earlier weights
+        if not ours or (mark is not None and mark[1] != _compute_digest(earlier.text[: mark.start()])):
+            logger.warning("%s keeps the text that you gave it. To get a new text, remove the file.", path)
+            text = earlier.text
+        own = kept.get("tags") or []
+        tags = {*metadata["tags"], *([own] if isinstance(own, str) else own)}
+        metadata |= kept | {key: metadata[key] for key in details if key in metadata} | {"tags": sorted(tags)}
+    with write_whole(path) as unfinished:
+        unfinished.write_text(f"---\n{CardData(**metadata).to_yaml()}\n---\n{text}", encoding="utf-8")
+
+
+def _compute_digest(text: str) -> str:
+    """Computes a digest of a text, without the blank lines before and after it."""
+    return hashlib.sha256(text.strip().encode()).hexdigest()[:16]
 
 
 def _tell_game(population: Mapping[str, Any]) -> dict[str, str]:

@@ -166,8 +166,9 @@ def make_stage(run: Path, checkpoint: Path, strategy: str) -> Path:
     shutil.copytree(
         checkpoint, stage, copy_function=_link, ignore=lambda _, names: [n for n in names if n.startswith(RESUME_ONLY)]
     )
-    for name in ("metrics.jsonl", "times.jsonl"):
-        # These two files grow while the upload reads the copy, and a hard link would grow, too.
+    for name in ("metrics.jsonl", "times.jsonl", "README.md"):
+        # The first two grow while the upload reads the copy, and a hard link would grow, too. The third may be a card
+        # that the user has edited.
         if (run / name).exists():
             shutil.copyfile(run / name, stage / name)
     if (run / "rollouts").is_dir():

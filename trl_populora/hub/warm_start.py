@@ -93,11 +93,12 @@ def warm_start(
 
 
 def _check_pooled(role: str, adapters: set[str]) -> None:
-    """Refuses different adapters for members that are pooled: if their matrices A differ, the mean is of no use."""
+    """Refuses different adapters for members that are pooled: if their matrices A differ, their mean means nothing."""
     if len(adapters) > 1:
         raise ValueError(
             f"`warm_start` gives the {role}s different adapters ({', '.join(sorted(adapters))}), and `pool_every` "
-            "would make their mean, which means nothing. Name one adapter for all of them, or set `pool_every` to 0."
+            "would make their mean, which is of use if they began with one. Name one adapter for all of them, or "
+            "set `pool_every` to 0."
         )
 
 

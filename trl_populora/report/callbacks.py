@@ -61,7 +61,7 @@ class TrackerTables(TrainerCallback):
         if not wanted or not state.is_world_process_zero:
             return
         # The summary at the end often comes right after an evaluation, which has just sent the same tables.
-        ended = "train_runtime" in logs and self._sent < state.global_step
+        ended = "train_loss" in logs and self._sent < state.global_step
         if not (logs.get("evolve/replaced") or ended or classify_log(logs) == EVALUATION):
             return
         self._sent = step = state.global_step

@@ -35,12 +35,12 @@ def classify_log(logs: Mapping[str, Any] | None) -> str | None:
     # An evaluation is known by the end of a key, because logs of the user's own code may begin with `eval`, too. In
     # `metrics.jsonl` this key is the mean solve rate (game) or the best reward (dataset run), in `times.jsonl` the
     # runtime. The summary of a run looks like a step, because it repeats metrics that are not logged yet. Only the
-    # summary has `train_runtime`.
+    # summary has `train_loss`; with `include_num_input_tokens_seen` every log of a step has `train_runtime`.
     keys = set(logs or ())
     marks = "solve_rate_mean", "reward_best", "runtime"
     if any(key.startswith(("eval/", "eval_")) and key.endswith(marks) for key in keys):
         return EVALUATION
-    return STEP if keys & {"loss", PLAYED} and "train_runtime" not in keys else None
+    return STEP if keys & {"loss", PLAYED} and "train_loss" not in keys else None
 
 
 def list_rewards(logs: Mapping[str, Any], prefix: str = "") -> dict[str, float]:

@@ -76,6 +76,7 @@ _LORA_FIELDS = ("r", "lora_alpha", "use_rslora", "target_modules", *_PATTERNS)
 
 # A resume restores optimizer, schedule, generators and archive from the checkpoint. If a resume changed one of these
 # settings, the change would have no effect, or only half of one.
+_BEGINNINGS = {"init", "warm_start"}  # operators after which equal parents mean equal adapters
 _DECIDED_BY_CHECKPOINT = (
     "learning_rate",
     "teacher_learning_rate",
@@ -389,8 +390,9 @@ def check_settings(args: GRPOConfig, root: Path, saved: Mapping[str, Any], same_
 
 def check_pooled(root: Path, saved: Mapping[str, Any], roles: Sequence[str]) -> None:
     """
-    Refuses to pool saved members that did not begin with one adapter: if their matrices A differ, the mean of their
-    factors means nothing. Members of a role that was pooled before are alike.
+    Refuses to pool saved members of which `population.json` does not tell that they began with one adapter: if their
+    matrices A differ, the mean of their factors means nothing. Members of a role that was pooled before are alike, and
+    a member that joined began as the one that it copied.
 
     Args:
         root: Directory of a saved population.
@@ -398,17 +400,31 @@ def check_pooled(root: Path, saved: Mapping[str, Any], roles: Sequence[str]) -> 
         roles: Roles that are to be pooled.
 
     Raises:
-        `ValueError`: If evolution has made a member of such a role, or if its members began with different adapters.
+        `ValueError`: If evolution has made a member of such a role, or if its members began with different adapters,
+            or if that is not known.
     """
+    present = {f"{member['name']}@{member['version']}": member for member in saved["members"]}
     for role in set(roles).difference(_find_pooled(saved.get("settings", {}))):
         members = [member for member in saved["members"] if member["role"] == role]
-        begun = {(member["operator"], *member["parents"]) for member in members}
-        if len(members) > 1 and (len(begun) > 1 or not begun <= {("init",), ("warm_start", *members[0]["parents"])}):
+        begun = {member["name"]: _find_beginning(member, present) for member in members}
+        if len(members) > 1 and (len({*begun.values()}) > 1 or {each[0] for each in begun.values()} - _BEGINNINGS):
+            told = "; ".join(" ".join((name, operator, *parents)) for name, (operator, *parents) in begun.items())
             raise ValueError(
-                f"`pool_every` would make the mean of the {role}s of {root}, which means nothing: they did not begin "
-                f"with one adapter ({', '.join(sorted({each[0] for each in begun}))}). Start a run from one of them "
-                f"(`warm_start={{{role!r}: {str(root / members[0]['adapter'])!r}}}`), or set `pool_every` to 0."
+                f"`pool_every` would make the mean of the {role}s of {root}. A mean is of use if members began with "
+                f"one adapter, and {POPULATION_FILE} does not say that these did ({told}). Start a run from one of "
+                f"them (`warm_start={{{role!r}: {str(root / members[0]['adapter'])!r}}}`), or set `pool_every` to 0."
             )
+
+
+def _find_beginning(member: Mapping[str, Any], present: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
+    """Finds the operator and the parents with which a member began. `present` holds members by `name@version`."""
+    while member["operator"] == "join":
+        if not member["parents"]:  # without `like` a member joins as members begin without `warm_start`
+            return ("init",)
+        if (copied := present.get(member["parents"][0])) is None:
+            break
+        member = copied
+    return (member["operator"], *member["parents"])
 
 
 def _find_pooled(settings: Mapping[str, Any]) -> tuple[str, ...]:

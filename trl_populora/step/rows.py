@@ -413,9 +413,9 @@ def _find_metric(path: str) -> Metrics:
 # Until a user's own metric is logged, its name has one of these prefixes. `name_own_metrics` takes the prefix away
 # just before logging. Only then are all other names known, and a name given twice is noticed.
 OWN_METRICS, LOG_METRIC = "`own_metrics`: ", "`log_metric`: "
-# Names that no own metric may have. `Trainer` adds `epoch` and `step` to a log last of all. By `train_runtime`
+# Names that no own metric may have. `Trainer` adds `epoch` and `step` to a log last of all. By `train_loss`
 # `run/read.py` recognises the summary of a run.
-_TAKEN = ("epoch", "step", "train_runtime")
+_TAKEN = ("epoch", "step", "train_loss")
 
 
 def add_own_metrics(metrics: dict[str, float], told: Mapping[str, float]) -> None:
