@@ -140,8 +140,9 @@ class PopuLoRAConfig(GRPOConfig):
             step, and no others (`docs/guides/curriculum.md`).
         member_prompts: Which prompts of a dataset the members train on. `"shared"`: all on the same ones, so that
             they can be compared. `"own"`: each on a stream of its own, in an order of its own.
-        max_members: Most members that a dataset run may have at a time (`trainer.add_member`). Adapters, optimizer
-            state and metrics for this many members are reserved at the start. When `None`, the number of `students`.
+        max_members: Most members that a dataset run may have at a time (`trainer.add_member`). Adapters and metrics
+            for this many members are there from the start; optimizer state comes with a member's first update. When
+            `None`, the number of `students`.
         halve_every: Optimizer steps between two halvings of a dataset run (successive halving, arXiv 1502.07943): the
             half with the lower mean rewards since the last halving leaves. Each member that stays then gets twice as
             many prompts in a generation. `0` for none.
