@@ -27,7 +27,7 @@ import psutil
 ROOT = Path(__file__).resolve().parent.parent
 POPULORA = "import sys; from trl_populora.cli import main; sys.exit(main())"
 SELF_PLAY = "train --config recipes/tiny/config_2t2s.yaml --eval_strategy no --eval_on_start false"
-VLLM = "--use_vllm true --vllm_mode colocate --vllm_gpu_memory_utilization 0.1 --vllm_max_model_length 2048"
+VLLM = "--use_vllm true --vllm_mode colocate --vllm_gpu_memory_utilization 0.1 --vllm_max_model_length 1024"
 IMPORT, QUICK_START, PLAIN, ENGINE = "import TRL", "quick start", "self-play", "self-play, vLLM"
 COMMANDS = {
     IMPORT: [sys.executable, "-c", "from trl import GRPOTrainer; print('step 1/1 ')"],

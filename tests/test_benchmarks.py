@@ -20,6 +20,7 @@ import gpu_population  # noqa: E402
 import overlap  # noqa: E402
 import ratings  # noqa: E402
 import scaling  # noqa: E402
+import start_up  # noqa: E402
 import step_at_7b  # noqa: E402
 import sweep  # noqa: E402
 import sweep_learns  # noqa: E402
@@ -294,3 +295,12 @@ class TestRatings:
             world.evolve(10)
             seats += [member.name for member in world.population.students if member.version]
         assert seats == ["student_3", "student_0"]
+
+
+@pytest.mark.parametrize("cpu", [False, True])
+def test_a_start_lasts_until_the_first_step_is_told(cpu):
+    busy = "print('GRPOTrainer'); t = time.time()\nwhile time.time() < t + 0.4: pass\n"
+    told = f"import time; {busy}print('step  1/24 | valid'); time.sleep(60)"
+    assert 0.2 < start_up.time_start([sys.executable, "-c", told], start_up.ROOT, cpu) < 30
+    with pytest.raises(RuntimeError, match="ended before its first step:\nGRPOTrainer"):
+        start_up.time_start([sys.executable, "-c", "print('GRPOTrainer')"], start_up.ROOT, cpu)
