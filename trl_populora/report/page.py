@@ -272,7 +272,7 @@ def _write_changes(run: Run) -> str:
     played, ((start, end), measured) = compare_fifths(run), compare_evaluations(run)
     clear = [change for change in played if change.clear]
     told = [change.told for change in (*measured[:1], *clear) if change.difference]
-    rest = f"{'Apart from this the' if clear else 'The'} two fifths differ by no more than steps do by chance."
+    rest = f"{'No other' if clear else 'No'} change between the two fifths can be told from chance by this test."
     # The test needs two steps in each fifth.
     if all(change.clear is None for change in played):
         rest = "The run is too short to tell changes from chance. Ten logged steps are enough."
