@@ -607,7 +607,7 @@ class TestReadme:
         small = "use_cpu=True, bf16=False, report_to=[], max_steps=1, num_generations=2, per_device_train_batch_size=2"
         changes = {
             '"Qwen/Qwen2.5-0.5B-Instruct"': repr(random_base),
-            'GRPOConfig("runs/colors", learning_rate=1e-5)': f'GRPOConfig("runs/colors", {small}, max_completion_length=8)',
+            '"runs/colors", learning_rate=1e-5': f'"runs/colors", {small}, max_completion_length=8',
         }
         monkeypatch.chdir(tmp_path)
         names = run_script(script, changes)

@@ -320,7 +320,7 @@ def _format_rate(rate: float | None) -> str:
 
 
 def _format_reward(reward: float | None) -> str:
-    return "-" if reward is None or reward != reward else f"{reward:+.3f}"
+    return "-" if reward is None or reward != reward else f"{reward:+z.3f}"
 
 
 def _format_setting_of(name: str, member: Mapping[str, Any]) -> str:
