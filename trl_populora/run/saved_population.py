@@ -403,9 +403,9 @@ def check_pooled(root: Path, saved: Mapping[str, Any], roles: Sequence[str]) -> 
         `ValueError`: If evolution has made a member of such a role, or if its members began with different adapters,
             or if that is not known.
     """
-    present = {f"{member['name']}@{member['version']}": member for member in saved["members"]}
     for role in set(roles).difference(_find_pooled(saved.get("settings", {}))):
         members = [member for member in saved["members"] if member["role"] == role]
+        present = {f"{member['name']}@{member['version']}": member for member in saved["members"]}
         begun = {member["name"]: _find_beginning(member, present) for member in members}
         if len(members) > 1 and (len({*begun.values()}) > 1 or {each[0] for each in begun.values()} - _BEGINNINGS):
             told = "; ".join(" ".join((name, operator, *parents)) for name, (operator, *parents) in begun.items())
