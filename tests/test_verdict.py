@@ -124,9 +124,10 @@ def test_where_hardly_any_answers_are_like_the_bases_longer_reasoning_cannot_be_
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory) -> Path:
     """
-    The records of five real runs, without rollouts: `recipes/tiny/quickstart.yaml` as it is (`longer_reasoning`) and
-    with rates of 3e-2 (`collapsed`), dataset runs whose reward is always 0 (`dead_reward`) or pays answers that were
-    worked out (`good`), and 25 steps of `studies/screen.py --candidates rarity_slow_replay` (`learning`).
+    The records of six real runs, without rollouts: `recipes/tiny/quickstart.yaml` as it is (`longer_reasoning`) and
+    with rates of 3e-2 (`collapsed`), dataset runs whose reward is always 0 (`dead_reward`), pays answers that were
+    worked out (`good`), or has two functions, of which one is always 0 (`idle_reward`), and 25 steps of
+    `studies/screen.py --candidates rarity_slow_replay` (`learning`).
     """
     root = tmp_path_factory.mktemp("kept")
     with tarfile.open(Path(__file__).parent / "kept_runs.tar.xz") as archive:
@@ -146,13 +147,14 @@ def kept(tmp_path_factory) -> Path:
         ("longer_reasoning", "learning", "Most of it is longer reasoning"),
         ("collapsed", "broken", "0 % of the proposals became tasks"),
         ("dead_reward", "broken", "100 % of the groups of attempts had equal rewards"),
+        ("idle_reward", "learning", "Reward functions that were 0 in every step: `right`."),
     ],
 )
 def test_real_runs_are_called_what_they_were(kept, run, word, told):
     verdict = judge(load_run(kept / run))
     assert verdict.word == word
     assert told in str(verdict)
-    assert bool(verdict.remark) == (run in ("learning", "longer_reasoning"))
+    assert bool(verdict.remark) == (run in ("learning", "longer_reasoning", "idle_reward"))
 
 
 def test_the_longest_verdict_fits_into_the_picture(tmp_path, monkeypatch):

@@ -49,7 +49,8 @@ class Verdict:
     Args:
         word: `"broken"`, `"narrowing"`, `"learning"`, `"flat"` or `"cannot be told"`.
         why: The figures that say so, as a sentence.
-        remark: A sentence, if the gain is mostly longer reasoning, or may be; otherwise empty.
+        remark: A sentence, if the gain of a game is mostly longer reasoning, or may be. Of a dataset run, if one of
+            several reward functions was always 0. Otherwise empty.
     """
 
     word: str
@@ -110,7 +111,17 @@ def _compare_rewards(run: Run) -> tuple[float, float, str, str]:
     change = next((each for each in compare_fifths(run) if each.name == "reward"), None)
     if change is None or change.difference is None or change.clear is None:
         return math.nan, math.nan, "Too few steps have a reward.", ""
-    return change.difference, 0.0 if change.clear else math.inf, f"The {change.told} in training.", ""
+    remark = _tell_idle_rewards(run)
+    return change.difference, 0.0 if change.clear else math.inf, f"The {change.told} in training.", remark
+
+
+def _tell_idle_rewards(run: Run) -> str:
+    """Says so if some of several reward functions were 0 in every step: then the others alone have risen."""
+    if not run.several_functions:
+        return ""
+    keys = {name: (f"rewards/{name}/mean", f"rewards/{name}/std") for name in run.functions}
+    idle = [f"`{n}`" for n, both in keys.items() if {entry.get(key) for entry in run.history for key in both} == {0.0}]
+    return f"Reward functions that were 0 in every step: {', '.join(idle)}." if idle else ""
 
 
 def _measure_gain(run: Run) -> tuple[float, float, str, str]:
