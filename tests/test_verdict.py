@@ -124,10 +124,10 @@ def test_where_hardly_any_answers_are_like_the_bases_longer_reasoning_cannot_be_
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory) -> Path:
     """
-    The records of six real runs, without rollouts: `recipes/tiny/quickstart.yaml` as it is (`longer_reasoning`) and
+    The records of seven real runs, without rollouts: `recipes/tiny/quickstart.yaml` as it is (`longer_reasoning`) and
     with rates of 3e-2 (`collapsed`), dataset runs whose reward is always 0 (`dead_reward`), pays answers that were
-    worked out (`good`), or has two functions, of which one is always 0 (`idle_reward`), and 25 steps of
-    `studies/screen.py --candidates rarity_slow_replay` (`learning`).
+    worked out (`good`), or has two functions, of which one is always 0 (`idle_reward`), a sweep
+    of ten steps (`ten_steps`), and 25 steps of `studies/screen.py --candidates rarity_slow_replay` (`learning`).
     """
     root = tmp_path_factory.mktemp("kept")
     with tarfile.open(Path(__file__).parent / "kept_runs.tar.xz") as archive:
@@ -147,6 +147,7 @@ def kept(tmp_path_factory) -> Path:
         ("longer_reasoning", "learning", "Most of it is longer reasoning"),
         ("collapsed", "broken", "0 % of the proposals became tasks"),
         ("dead_reward", "broken", "100 % of the groups of attempts had equal rewards"),
+        ("ten_steps", "cannot be told", "The reward went from 0.13 to 0.72 in training, and so few steps"),
         ("idle_reward", "learning", "Reward functions that were 0 in every step: `right`."),
     ],
 )

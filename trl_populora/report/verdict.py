@@ -10,7 +10,8 @@
 
 With fewer than ten logged steps nothing can be told. Otherwise the words are looked for in this order. In the game
 "better" is about held-out tasks, by a 95 % interval. In a dataset run it is about the reward in training, by the test
-of the table "What changed". The thresholds are ours.
+of the table "What changed"; if the test says nothing of a change that is larger than steps differ by, nothing can be
+told. The thresholds are ours.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean, variance
 
 from trl_populora.report.load import Run, name_table
 from trl_populora.report.table import FLAT, compare_fifths, find_mean, format_percent, take_fifths
@@ -111,8 +113,14 @@ def _compare_rewards(run: Run) -> tuple[float, float, str, str]:
     change = next((each for each in compare_fifths(run) if each.name == "reward"), None)
     if change is None or change.difference is None or change.clear is None:
         return math.nan, math.nan, "Too few steps have a reward.", ""
-    remark = _tell_idle_rewards(run)
-    return change.difference, 0.0 if change.clear else math.inf, f"The {change.told} in training.", remark
+    if change.clear:
+        return change.difference, 0.0, f"The {change.told} in training.", _tell_idle_rewards(run)
+    # Without a clear change a run is flat, unless the change is larger than steps beside each other differ.
+    known = [[entry["reward"] for entry in fifth if entry.get("reward") is not None] for fifth in take_fifths(run)]
+    if abs(change.difference) > math.sqrt(fmean(variance(rewards) for rewards in known)):
+        why = f"The {change.told} in training, and so few steps do not tell whether that is chance."
+        return math.nan, math.nan, why, ""
+    return change.difference, math.inf, f"The {change.told} in training.", ""
 
 
 def _tell_idle_rewards(run: Run) -> str:
