@@ -5,8 +5,8 @@ The arms race: what population, matching and evolution each buy, over seeds and 
     python studies/arms_race.py --variants 4t4s uniform no_evolution --against 4t4s --seeds 0 1 2 --steps 75
     python studies/arms_race.py --variants 4t4s --seeds 3 &       # several commands can share the work
 
-A variant is `recipes/tiny/config_4t4s.yaml` with the settings that `VARIANTS` lists; the others are compared with
-`single_agent`, or with what `--against` names. Runs lie in `<output>/<variant>/seed_<n>`, use one thread, are saved
+A variant is `recipes/tiny/config_4t4s.yaml` with the pay and rates of `PAPERS` (`tiny_headroom.py`) and the settings
+that `VARIANTS` lists; the others are compared with `single_agent`, or with what `--against` names. Runs lie in `<output>/<variant>/seed_<n>`, use one thread, are saved
 every 25 steps, and go on where they stopped when the command is given again. Then the students of all finished runs
 solve tasks of levels that nobody was trained on, members of all runs play each other, and `<output>/comparison.html`
 compares everything; `--compare_only` does just this, for the first `--steps` of runs that may have gone on. The
