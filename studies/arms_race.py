@@ -6,12 +6,12 @@ The arms race: what population, matching and evolution each buy, over seeds and 
     python studies/arms_race.py --variants 4t4s --seeds 3 &       # several commands can share the work
 
 A variant is `recipes/tiny/config_4t4s.yaml` with the pay and rates of `PAPERS` (`tiny_headroom.py`) and the settings
-that `VARIANTS` lists; the others are compared with `single_agent`, or with what `--against` names. Runs lie in `<output>/<variant>/seed_<n>`, use one thread, are saved
-every 25 steps, and go on where they stopped when the command is given again. Then the students of all finished runs
-solve tasks of levels that nobody was trained on, members of all runs play each other, and `<output>/comparison.html`
-compares everything; `--compare_only` does just this, for the first `--steps` of runs that may have gone on. The
-figures of all runs are kept in `<output>/arms_race.json`; with that file in a new `<output>`, its runs are compared
-with those made there.
+that `VARIANTS` lists; the others are compared with `single_agent`, or with what `--against` names. Runs lie in
+`<output>/<variant>/seed_<n>`, use one thread, are saved every 25 steps, and go on where they stopped when the command
+is given again. Then the students of all finished runs solve tasks of levels that nobody was trained on, members of all
+runs play each other, and `<output>/comparison.html` compares everything; `--compare_only` does just this, for the
+first `--steps` of runs that may have gone on. The figures of all runs are kept in `<output>/arms_race.json`; with that
+file in a new `<output>`, its runs are compared with those made there.
 """
 
 from __future__ import annotations
