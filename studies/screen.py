@@ -162,12 +162,12 @@ def score_merged(run: Path) -> dict[str, dict[str, float]]:
                 told = export_member(str(run), model, name, merge=True, merge_students=name is None)
                 scorer = Scorer(model, sandbox)
                 torch.manual_seed(0)
-                rates[told] = {"held_out": _rate(scorer, held_out_tasks()), "probes": _rate(scorer, probe_tasks())}
+                rates[told] = {"held_out": rate_of(scorer, held_out_tasks()), "probes": rate_of(scorer, probe_tasks())}
         path.write_text(json.dumps(rates, indent=1) + "\n")
     return json.loads(path.read_text())
 
 
-def _rate(scorer: Scorer, tasks: Sequence[Task]) -> float:
+def rate_of(scorer: Scorer, tasks: Sequence[Task]) -> float:
     kind = scorer.kinds[KIND]
     return float(scorer.grade(kind, tasks, scorer.attempts(kind, tasks, ATTEMPTS), ATTEMPTS).mean())
 
