@@ -264,11 +264,13 @@ def test_a_line_names_best_and_worst_of_each_table():
         "eval_easy_member/a/reward": 0.36,
         "eval_easy_member/b/reward": 0.52,
         "eval_easy_reward_best": 0.52,
+        "eval_easy_reward_lead": 0.16,
+        "eval_easy_reward_lead_margin": 0.041,
         "eval_easy_runtime": 4.0,
     }
     assert classify_log(logs) == "evaluation"
     (line,) = format_evaluation(20, 200, logs)
-    assert line == "step  20/200 | eval easy: reward +0.44 (best b +0.52, worst a +0.36) | s: 4.0"
+    assert line == "step  20/200 | eval easy: reward +0.44 (best b +0.52, worst a +0.36) | lead 0.16 ± 0.04 | s: 4.0"
     assert list_rewards(logs, "eval_easy_") == {"b": 0.52, "a": 0.36}
 
 

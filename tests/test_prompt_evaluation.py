@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from pathlib import Path
 from statistics import fmean
@@ -13,8 +14,11 @@ from tests.populora_run import ON_PROMPTS
 from tests.prompt_runs import QUESTIONS, brief
 from tests.small_run import small_lora
 from trl_populora import PopuLoRAConfig, PopuLoRATrainer
+from trl_populora.evaluate.intervals import measure_mean
 from trl_populora.lora.members import read_member, write_member
+from trl_populora.population.members import Member
 from trl_populora.run.read import read_lines, read_population
+from trl_populora.step.prompts import Judged, measure_evaluation
 
 
 OPTIONS = {name: value for name, value in ON_PROMPTS.items() if name != "on_prompts"}
@@ -161,6 +165,9 @@ def test_every_member_answers_every_prompt_as_often_as_asked_before_any_training
     }
     for name, paid in count.paid.items():
         assert found[f"eval_member/{name}/reward"] == pytest.approx(fmean(paid))
+        assert found[f"eval_member/{name}/rewards/count"] == pytest.approx(fmean(paid))
+    best, second = sorted((fmean(paid) for paid in count.paid.values()), reverse=True)[:2]
+    assert found["eval_reward_lead"] == pytest.approx(best - second)
     assert trainer.describe()["best_student_by"].endswith("reward on eval_dataset")
 
 
@@ -178,8 +185,47 @@ def test_of_several_tables_each_has_its_own_figures_and_decides_alike(random_bas
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "eval_long_reward_best" in entry]
     assert trainer.state.best_metric == max(entry["eval_long_reward_best"] for entry in logs)
-    names = ["reward_best", "reward_worst", *(f"member/student_{n}/reward" for n in range(4))]
+    names = ["reward_best", "reward_worst", "reward_lead", *(f"member/student_{n}/reward" for n in range(4))]
     for table in tables:
         (first, *_) = [entry for entry in trainer.state.log_history if f"eval_{table}_runtime" in entry]
         assert {f"eval_{table}_{name}" for name in names} <= first.keys()
         assert not {f"eval_{name}" for name in names} & first.keys()
+
+
+def answers(*rewards: tuple[float, ...]) -> list[Judged]:
+    """Answers to prompts 0, 1, ...: one to each prompt, judged by one function."""
+    return [Judged(prompt, (each, each)) for prompt, own in enumerate(rewards) for each in own]
+
+
+def test_the_lead_of_the_best_is_over_prompts_that_both_answered():
+    seats = {name: Member(name, "student", place) for place, name in enumerate("abc")} | {"empty": None}
+    nan = math.nan
+    judged = {
+        "a": answers((0.0, 0.0), (0.0, 0.0), (0.0, 0.0)),
+        "b": answers((0.4, 0.6), (1.0, 1.0), (0.9, nan)),
+        "c": answers((0.3, 0.3), (0.5, 0.7), (nan, nan)),
+    }
+    found = measure_evaluation(seats, judged, ["right"])
+    assert (found["reward_best"], found["reward_worst"]) == (pytest.approx(0.78), 0.0)
+    lead, margin = measure_mean([0.5 - 0.3, 1.0 - 0.6])
+    assert (found["reward_lead"], found["reward_lead_margin"]) == (pytest.approx(lead), pytest.approx(margin))
+    assert found["member/b/rewards/right"] == found["member/b/reward"] == pytest.approx(0.78)
+    assert math.isnan(found["member/empty/reward"])
+
+    one_prompt = {name: own[:1] for name, own in judged.items()}
+    found = measure_evaluation(seats, one_prompt, ["right"])
+    assert (found["reward_lead"], math.isnan(found["reward_lead_margin"])) == (pytest.approx(0.1), True)
+    assert math.isnan(measure_evaluation(seats, {"b": judged["b"]}, ["right"])["reward_lead"]), "nobody to lead"
+    assert math.isnan(measure_evaluation(seats, {}, ["right"])["reward_best"])
+
+
+def test_each_function_has_its_own_mean_by_member_in_an_evaluation(random_base, tmp_path):
+    def first(completion_ids, member, **columns):
+        return [1.0 if name == "student_1" else 0.0 for name in member]
+
+    trainer = build(random_base, tmp_path, [brief, first], reward_weights=[1.0, 0.5])
+    found = trainer.evaluate()
+    for name in trainer.population.names:
+        of = {key: found[f"eval_member/{name}/{key}"] for key in ("reward", "rewards/brief", "rewards/first")}
+        assert of["rewards/first"] == (name == "student_1")
+        assert of["reward"] == pytest.approx(of["rewards/brief"] + 0.5 * of["rewards/first"])

@@ -67,7 +67,15 @@ from trl_populora.step.by_row import PerRow, divide_scores
 from trl_populora.step.microbatch import LossMetrics, MemberMetrics
 from trl_populora.step.play import Game, play_step
 from trl_populora.step.player import Completion, Messages, Player
-from trl_populora.step.prompts import MemberScores, PromptRow, PromptScorer, measure_members, sum_rewards
+from trl_populora.step.prompts import (
+    Judged,
+    MemberScores,
+    PromptRow,
+    PromptScorer,
+    measure_evaluation,
+    measure_members,
+    sum_rewards,
+)
 from trl_populora.step.referee import Referee, count_free_tokens, trained_context
 from trl_populora.step.rows import LOG_METRIC, Played, Row, name_own_metrics
 from trl_populora.tasks.archive import TaskArchive
@@ -250,7 +258,7 @@ class PopuLoRATrainer(HubTrainer):
         self.staging = checkpoint.Staging(args, self.accelerator)
         self.directory = directory.RunDirectory(args, self.accelerator)
         with ExitStack() as failed:  # a start that fails below leaves no process
-            self._evaluated: defaultdict[str, list[float]] = defaultdict(list)
+            self._evaluated: defaultdict[str, list[Judged]] = defaultdict(list)
             if parts is None:
                 self.rollout_func, self.scores = self._answer, MemberScores()
             else:
@@ -586,30 +594,25 @@ class PopuLoRATrainer(HubTrainer):
     def _note_evaluated(self, inputs: list[dict[str, Any]], rewards: torch.Tensor) -> None:
         """Keeps the rewards of an evaluation's rows, `[W * R, functions]`, by member."""
         total = sum_rewards(rewards, self.reward_weights)
+        asked = gather_object([(row[MEMBER], zlib.crc32(repr(row["prompt"]).encode())) for row in inputs])
         # On several processes, accelerate fills the last batch up with the first rows of the table once more.
         rows = len(self.callback_handler.eval_dataloader.dataset) // len(self.population.adapters)
-        for name, reward in zip(gather_object([row[MEMBER] for row in inputs]), total.tolist(), strict=True):
+        for (name, prompt), of_row in zip(asked, torch.cat([total[:, None], rewards], 1).tolist(), strict=True):
             if len(self._evaluated[name]) < rows * self.num_generations_eval:
-                self._evaluated[name].append(reward)
+                self._evaluated[name].append(Judged(prompt, of_row))
 
     def _log_evaluated(self) -> None:
         """
-        Adds to the metrics of the evaluation each member's mean reward, and the highest and the lowest of these means.
-        With several evaluation datasets every key begins with the dataset's name.
+        Adds to the metrics of the evaluation each member's mean rewards, and how far the best is ahead. With several
+        evaluation datasets every key begins with the dataset's name.
         """
-        means = {name: float(torch.tensor(each).nanmean()) for name, each in self._evaluated.items()}
+        seats = self.population.seats
+        figures = measure_evaluation(seats, self._evaluated, self.reward_func_names)
         self._evaluated.clear()
-        seats = self.population.seats.items()
-        figures = {
-            f"member/{seat}/reward": means.get(member.name, math.nan) if member else math.nan for seat, member in seats
-        }
-        known = [mean for mean in means.values() if not math.isnan(mean)]
-        figures |= {"reward_best": max(known, default=math.nan), "reward_worst": min(known, default=math.nan)}
-        if known:
+        if not math.isnan(figures["reward_best"]):
             assert self.scores is not None, "only a dataset run has rewards to evaluate"
-            self.scores.note_evaluation(
-                self._members_step, {self.population[name].identity: mean for name, mean in means.items()}
-            )
+            means = {member.identity: figures[f"member/{seat}/reward"] for seat, member in seats.items() if member}
+            self.scores.note_evaluation(self._members_step, means)
         table = f"{self._table}_" if self._table else ""
         self._metrics["eval"].update({f"{table}{name}": [value] for name, value in figures.items()})
 

@@ -42,7 +42,10 @@ def test_equal_moments_give_the_mean_of_factors_and_a_dominant_student_itself():
 
 def test_ties_keeps_the_largest_entries_and_the_elected_sign():
     def adds(*entries: float) -> Student:
-        factors = {"m.lora_A.weight": torch.tensor([entries], dtype=torch.float32), "m.lora_B.weight": torch.tensor([[1.0]])}
+        factors = {
+            "m.lora_A.weight": torch.tensor([entries], dtype=torch.float32),
+            "m.lora_B.weight": torch.tensor([[1.0]]),
+        }
         return Student(factors, factors, scaling=1.0)
 
     # Of five entries each student keeps its largest; the second place has both signs, and the larger sum wins.

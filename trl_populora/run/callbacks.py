@@ -180,6 +180,9 @@ def _tell_prompts(prefix: str, logs: dict[str, Any]) -> str:
     if len(rewards) > 1:
         best, worst = _name_extremes(rewards)
         told += f" (best {best}, worst {worst})" if worst else f" ({best})"
+    lead, margin = (logs.get(f"{prefix}reward_lead{end}") for end in ("", "_margin"))
+    if lead is not None and _is_known(lead) and margin is not None and _is_known(margin):
+        told += f" | lead {lead:.2f} ± {margin:.2f}"
     return told
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from trl.trainer.utils import nanstd
 
+from trl_populora.evaluate.intervals import measure_mean
 from trl_populora.population.members import Member
 from trl_populora.step.advantages import STD_EPSILON, Scorer
 from trl_populora.step.player import Completion, Messages
@@ -256,3 +257,63 @@ def measure_members(
         mine = [length for length, its in zip(lengths, mine, strict=True) if its]
         found[f"member/{seat}/length"] = sum(mine) / len(mine) if mine else math.nan
     return found
+
+
+@dataclass(frozen=True)
+class Judged:
+    """
+    An answer of an evaluation with its rewards.
+
+    Args:
+        prompt: A number that answers to the same prompt share.
+        rewards: The reward, then that of each reward function without its weight. NaN where none was given.
+    """
+
+    prompt: int
+    rewards: Sequence[float]
+
+
+def measure_evaluation(
+    seats: Mapping[str, Member | None], answers: Mapping[str, Sequence[Judged]], functions: Sequence[str]
+) -> dict[str, float]:
+    """
+    Measures each member by its answers in an evaluation, and how far the best is ahead.
+
+    Args:
+        seats: The member in each seat, by the seat's name; `None` for an empty seat.
+        answers: A member's answers, by its name.
+        functions: Names of the reward functions.
+
+    Returns:
+        Means by `member/<seat>/reward` and `member/<seat>/rewards/<function>`, NaN of an empty seat; the highest and
+        the lowest reward; `reward_lead`, by which the best member is ahead of the next over the prompts that both
+        answered, with half of its 95 % interval.
+    """
+    found: dict[str, float] = {}
+    for seat, member in seats.items():
+        rows = torch.tensor([each.rewards for each in answers.get(member.name if member else "", ())])
+        means = rows.reshape(-1, 1 + len(functions)).nanmean(0).tolist()
+        names = ("reward", *(f"rewards/{function}" for function in functions))
+        found |= {f"member/{seat}/{name}": mean for name, mean in zip(names, means, strict=True)}
+    known = {seat: mean for seat in seats if not math.isnan(mean := found[f"member/{seat}/reward"])}
+    ranked = sorted(known, key=known.__getitem__, reverse=True)
+    found |= {"reward_best": math.nan, "reward_worst": math.nan}
+    found |= {"reward_lead": math.nan, "reward_lead_margin": math.nan}
+    if ranked:
+        found |= {"reward_best": known[ranked[0]], "reward_worst": known[ranked[-1]]}
+    if len(ranked) > 1:
+        leaders = [member.name for seat in ranked[:2] if (member := seats[seat])]
+        first, second = (_average_by_prompt(answers[name]) for name in leaders)
+        if both := first.keys() & second.keys():
+            lead, margin = measure_mean([first[prompt] - second[prompt] for prompt in sorted(both)])
+            found |= {"reward_lead": lead, "reward_lead_margin": margin if math.isfinite(margin) else math.nan}
+    return found
+
+
+def _average_by_prompt(answers: Sequence[Judged]) -> dict[int, float]:
+    """The mean reward of each prompt that has one."""
+    rewards: dict[int, list[float]] = {}
+    for answer in answers:
+        if not math.isnan(answer.rewards[0]):
+            rewards.setdefault(answer.prompt, []).append(answer.rewards[0])
+    return {prompt: fmean(own) for prompt, own in rewards.items()}
