@@ -49,17 +49,22 @@ class Student:
     moments: Mapping[str, Tensor]
     scaling: float
 
+    @property
+    def modules(self) -> list[str]:
+        return [key.removesuffix(A) for key in self.factors if key.endswith(A)]
+
     def added(self, module: str) -> Tensor:
         return self.scaling * self.factors[module + B] @ self.factors[module + A]
 
 
-def read_students(checkpoint: Path) -> list[Student]:
-    """The students of a checkpoint with their optimizer's second moments."""
+def read_students(checkpoint: Path) -> dict[str, Student]:
+    """The students of a checkpoint by name, with their optimizer's second moments."""
     saved = read_population(checkpoint)
     base = AutoModelForCausalLM.from_pretrained(resolve_model_path(saved["base_model"]))
     optimizer = torch.load(checkpoint / "optimizer.pt", weights_only=True)
     places = {group["member"]: group["params"] for group in optimizer["param_groups"]}
-    students, model = [], None
+    students: dict[str, Student] = {}
+    model = None
     for member in saved["members"]:
         if member["role"] != "student":
             continue
@@ -75,7 +80,7 @@ def read_students(checkpoint: Path) -> list[Student]:
         assert moments.keys() == factors.keys()
         assert all(moments[key].shape == factors[key].shape for key in factors)
         config = LoraConfig.from_pretrained(directory)
-        students.append(Student(factors, moments, config.lora_alpha / config.r))
+        students[member["name"]] = Student(factors, moments, config.lora_alpha / config.r)
     return students
 
 
@@ -115,11 +120,8 @@ def write_merged(checkpoint: Path, way: str, students: Sequence[Student], direct
         resolve_model_path(read_population(checkpoint)["base_model"]), dtype=torch.float32
     )
     with torch.no_grad():
-        for key in students[0].factors:
-            if key.endswith(A):
-                module = key.removesuffix(A)
-                weight = model.get_submodule(module.removeprefix("base_model.model.")).weight
-                weight += WAYS[way](students, module)
+        for module in students[0].modules:
+            model.get_submodule(module.removeprefix("base_model.model.")).weight += WAYS[way](students, module)
     model.save_pretrained(directory)
     AutoTokenizer.from_pretrained(checkpoint).save_pretrained(directory)
 
@@ -129,7 +131,7 @@ def score(run: Path) -> dict[str, dict[str, float]]:
     path = run / "merging.json"
     if not path.exists():
         checkpoint = Path(get_last_checkpoint(str(run)))
-        students, rates = read_students(checkpoint), {}
+        students, rates = list(read_students(checkpoint).values()), {}
         with Sandbox() as sandbox:
             for way in tqdm(WAYS, desc=str(run)):
                 with tempfile.TemporaryDirectory() as directory:

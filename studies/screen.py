@@ -111,10 +111,14 @@ def _mean(numbers: Sequence[float]) -> float:
 
 
 def held_out_tasks() -> list[Task]:
+    return draw_held_out("screen", HELD_OUT)
+
+
+def draw_held_out(seed: str, count: int) -> list[Task]:
     """Programs of levels 2 to 5 that combine what no training document of the base combines."""
-    writer = DialogueWriter(random.Random("screen"), held_out=True, operations=OPERATIONS)
+    writer = DialogueWriter(random.Random(seed), held_out=True, operations=OPERATIONS)
     found: dict[str, Task] = {}
-    while len(found) < HELD_OUT:
+    while len(found) < count:
         task = random_task(KIND, EVAL_LEVELS[len(found) % len(EVAL_LEVELS)], writer)
         found.setdefault(task.task_id, task)
     return [*found.values()]

@@ -66,7 +66,8 @@ def test_a_run_is_merged_in_every_way_once(tmp_path, monkeypatch):
     assert all(0 <= rate <= 1 for each in rates.values() for rate in each.values())
 
     checkpoint = Path(get_last_checkpoint(str(run)))
-    merging.write_merged(checkpoint, "mean of what they add", merging.read_students(checkpoint), tmp_path / "mean")
+    students = list(merging.read_students(checkpoint).values())
+    merging.write_merged(checkpoint, "mean of what they add", students, tmp_path / "mean")
     export_member(str(run), tmp_path / "exported", merge=True, merge_students=True)
     ours, exported = (load_file(tmp_path / name / "model.safetensors") for name in ("mean", "exported"))
     assert all(torch.allclose(ours[key].float(), exported[key].float(), atol=1e-2) for key in exported)

@@ -1,0 +1,186 @@
+"""
+Asks whether what students learn can be read from log-probabilities, without sampling: the first screen of a fitness
+for teachers.
+
+    python studies/screen.py --candidates separate --seeds 0 --steps 75 --save_steps 5 --save_total_limit 100
+    python studies/likelihood.py runs/screen/separate/seed_0
+
+*Targets* are code_o tasks of held-out programs, each with a worked answer that the referee calls right. Of each
+student in each checkpoint the script measures the mean log-probability of that answer's block, given prompt and worked
+lines, and of the whole answer; in every fifth checkpoint also the share of right answers to as many other tasks,
+sampled. It prints how the gains in the three go together over students and intervals, and how far two halves of the
+targets agree on a student's gain. Figures are kept in the run's `likelihood.json`, checkpoint by checkpoint; started
+again, the script goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import correlation, fmean
+from typing import Any
+
+import beside_recipes  # noqa: F401
+import tiny_traces
+import torch
+from merging import Student, read_students
+from score_held_out import markdown
+from screen import HALF_KNOWN, KIND, draw_held_out
+from tiny_documents import DialogueWriter, as_task, fence
+from tiny_programs import OPERATIONS
+from tiny_scores import EVAL_LEVELS, Scorer
+from tqdm import tqdm
+
+from trl_populora.lora.layers import BASE_NAME
+from trl_populora.sandbox import Sandbox, values
+from trl_populora.tasks import Task
+
+
+TARGETS, EVERY = 300, 5  # targets; checkpoints from one sampled rate to the next
+BATCH = 50  # answers of one forward
+
+
+@dataclass(frozen=True)
+class Target:
+    """A task with the worked lines and the block of a right answer."""
+
+    task: Task
+    thinking: str
+    block: str
+
+
+def write_targets(count: int) -> list[Target]:
+    """Targets of levels 2 to 5 in turn, all of different tasks."""
+    writer = DialogueWriter(random.Random("targets"), held_out=True, operations=OPERATIONS)
+    found: dict[str, Target] = {}
+    while len(found) < count:
+        example = writer.varied_example(EVAL_LEVELS[len(found) % len(EVAL_LEVELS)])
+        task = as_task(KIND, example, writer.rng)
+        given = example.inputs[[values.encode(each) for each in example.inputs].index(task.inputs[0])]
+        thinking = tiny_traces.forwards(example.program, example.program, given)
+        found.setdefault(task.task_id, Target(task, thinking, fence("output", repr(values.decode(task.outputs[0])))))
+    return [*found.values()]
+
+
+@torch.no_grad()
+def likelihood(scorer: Scorer, targets: Sequence[Target]) -> list[list[float]]:
+    """Log-probability of each target's block, given what stands before it, and of its whole answer, `[targets, 2]`."""
+    kind, tokenizer = scorer.kinds[KIND], scorer.tokenizer
+    rows, starts = [], []
+    for target in targets:
+        prompt = kind.solving_prompt(target.task, "compact")
+        before = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        read = tokenizer(before + target.thinking + target.block, return_offsets_mapping=True)
+        places = [start for start, _ in read["offset_mapping"]]
+        rows.append(torch.tensor(read["input_ids"]))
+        worked = len(before) + len(target.thinking)
+        starts.append([sum(place < edge for place in places) for edge in (worked, len(before))])
+    found = torch.zeros(len(rows), 2)
+    order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
+    for first in range(0, len(order), BATCH):
+        chosen = order[first : first + BATCH]
+        ids = torch.nn.utils.rnn.pad_sequence([rows[index] for index in chosen], batch_first=True)
+        mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(rows[index]) for index in chosen], batch_first=True)
+        logits = scorer.model(input_ids=ids, attention_mask=mask).logits[:, :-1].log_softmax(-1)
+        of_token = logits.gather(-1, ids[:, 1:, None])[..., 0] * mask[:, 1:]
+        for row, index in zip(of_token, chosen, strict=True):
+            found[index] = torch.stack([row[start - 1 :].sum() for start in starts[index]])
+    return found.tolist()
+
+
+def measure(
+    scorer: Scorer, student: Student | None, targets: Sequence[Target], tasks: Sequence[Task], attempts: int
+) -> dict[str, Any]:
+    """Log-probabilities of all targets, and the sampled rate if there are tasks; of the base without a student."""
+    base = {name: weight.clone() for name, weight in scorer.model.state_dict().items()}
+    with torch.no_grad():
+        for module in student.modules if student else ():
+            scorer.model.get_submodule(module.removeprefix("base_model.model.")).weight += student.added(module)
+    found: dict[str, Any] = {"targets": [[round(each, 4) for each in row] for row in likelihood(scorer, targets)]}
+    if tasks:
+        torch.manual_seed(0)
+        kind = scorer.kinds[KIND]
+        found["rate"] = float(scorer.grade(kind, tasks, scorer.attempts(kind, tasks, attempts), attempts).mean())
+    scorer.model.load_state_dict(base)
+    return found
+
+
+def score(run: Path, attempts: int) -> dict[str, dict[str, Any]]:
+    """Figures by step and student; step 0 is the base."""
+    path = run / "likelihood.json"
+    found = json.loads(path.read_text()) if path.exists() else {}
+    steps = sorted(int(each.name.removeprefix("checkpoint-")) for each in run.glob("checkpoint-*"))
+    targets, tasks = write_targets(TARGETS), draw_held_out("likelihood", TARGETS)
+    with Sandbox() as sandbox:
+        scorer = Scorer(HALF_KNOWN, sandbox)
+        for place, step in enumerate(tqdm([0, *steps], desc=str(run))):
+            if str(step) not in found:
+                asked = tasks if place % EVERY == 0 else []
+                students = read_students(run / f"checkpoint-{step}") if step else {BASE_NAME: None}
+                found[str(step)] = {
+                    name: measure(scorer, student, targets, asked, attempts) for name, student in students.items()
+                }
+                path.write_text(json.dumps(found) + "\n")
+    return found
+
+
+Gains = list[list[tuple[float, float]]]  # a list per interval, with two gains of each student
+
+
+def compare(found: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    """
+    Correlations of gains: in log-probability and in the sampled rate, between the steps whose rate is known; and in
+    log-probability on two halves of the targets, between neighbouring steps. Each is over students and intervals, and
+    again less the interval's mean, as a choice among members at one time sees them.
+    """
+    steps, names = sorted(found, key=int), list(found[max(found, key=int)])
+    sampled = [step for step in steps if "rate" in next(iter(found[step].values()))]
+
+    def mean(step: str, name: str, column: int, half: slice) -> float:
+        of = found[step].get(name) or found[step][BASE_NAME]
+        return of["rate"] if column < 0 else fmean(row[column] for row in of["targets"][half])
+
+    def gains(steps: Sequence[str], *kinds: tuple[int, slice]) -> Gains:
+        return [
+            [tuple(mean(after, name, *kind) - mean(before, name, *kind) for kind in kinds) for name in names]
+            for before, after in pairwise(steps)
+        ]
+
+    whole, even, odd = slice(None), slice(0, None, 2), slice(1, None, 2)
+    rows = [["gain in the log-probability of", "with", "points", "correlation", "less the interval's mean"]]
+    for column, told in enumerate(("the block", "the whole answer")):
+        for other, points in {
+            "the gain in the sampled rate": gains(sampled, (column, whole), (-1, whole)),
+            "itself, on the other half of the targets": gains(steps, (column, even), (column, odd)),
+        }.items():
+            rows.append([told, other, str(sum(map(len, points))), *(f"{each:.2f}" for each in correlate(points))])
+    return rows
+
+
+def correlate(gains: Gains) -> tuple[float, float]:
+    """Correlation of the two gains over all intervals, and of what they are more than their interval's means."""
+    centred = []
+    for own in gains:
+        middle = [fmean(each) for each in zip(*own, strict=True)]
+        centred += [tuple(value - mean for value, mean in zip(pair, middle, strict=True)) for pair in own]
+    together = [pair for own in gains for pair in own]
+    over_all, within = (correlation(*map(list, zip(*pairs, strict=True))) for pairs in (together, centred))
+    return over_all, within
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="directory of a finished run with its checkpoints")
+    parser.add_argument("--attempts", type=int, default=16, help="at each task, for the sampled rate")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print(markdown(compare(score(options.run, options.attempts))))
+
+
+if __name__ == "__main__":
+    main()

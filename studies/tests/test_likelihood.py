@@ -1,0 +1,57 @@
+"""Targets that a fitness could be read from: right by the referee, and measured as the model computes them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import likelihood  # noqa: E402
+from likelihood import correlate, write_targets  # noqa: E402
+from screen import HALF_KNOWN, KIND, draw_held_out  # noqa: E402
+from tiny_scores import Scorer  # noqa: E402
+
+from trl_populora.sandbox import Sandbox  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def scorer():
+    with Sandbox() as sandbox:
+        yield Scorer(HALF_KNOWN, sandbox)
+
+
+def test_the_referee_calls_every_target_right_and_no_task_is_scored_too(scorer):
+    targets = write_targets(60)
+    answers = [target.thinking + target.block for target in targets]
+    assert scorer.grade(scorer.kinds[KIND], [target.task for target in targets], answers, 1).all()
+    scored = {task.task_id for seed in ("screen", "likelihood") for task in draw_held_out(seed, 120)}
+    assert not scored & {target.task.task_id for target in targets}
+
+
+def test_a_block_has_the_log_probability_of_its_tokens_alone_whatever_shares_its_batch(scorer):
+    targets = write_targets(8)
+    together = likelihood.likelihood(scorer, targets)
+    for target, (block, whole) in zip(targets, together, strict=True):
+        (alone,) = likelihood.likelihood(scorer, [target])
+        assert alone == pytest.approx([block, whole], abs=1e-3)
+        prompt = scorer.kinds[KIND].solving_prompt(target.task, "compact")
+        before = scorer.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        ids = scorer.tokenizer(before + target.thinking + target.block, return_tensors="pt")["input_ids"]
+        worked = len(scorer.tokenizer(before + target.thinking)["input_ids"])
+        with torch.no_grad():
+            scores = scorer.model(ids).logits[0].log_softmax(-1)
+        expected = sum(float(scores[place - 1, ids[0, place]]) for place in range(worked, ids.shape[1]))
+        assert block == pytest.approx(expected, abs=1e-3)
+        assert whole < block
+
+
+def test_students_of_one_interval_are_compared_with_each_other():
+    # Both gains fall from the first interval to the second, and within an interval one rises where the other falls.
+    over_all, within = correlate([[(5.0, 5.0), (6.0, 4.5)], [(1.0, 1.0), (2.0, 0.5)]])
+    assert over_all > 0.9
+    assert within == pytest.approx(-1)
