@@ -245,18 +245,23 @@ class TestPushed:
         write_card(tmp_path, "me/mine", details={"license": "apache-2.0"})
         assert huggingface_hub.ModelCard.load(tmp_path / "README.md").data.license == "apache-2.0"
 
-    @pytest.mark.parametrize("where", ["an edited card", "a text of one's own", "a card of one's own"])
+    @pytest.mark.parametrize(
+        "where", ["an edited card", "notes below a card", "a text of one's own", "a card of one's own"]
+    )
     def test_a_card_keeps_the_text_of_the_user(self, finished, tmp_path, where, caplog):
         shutil.copyfile(Path(finished.args.output_dir, "population.json"), tmp_path / "population.json")
         path = tmp_path / "README.md"
         if where == "an edited card":
             write_card(tmp_path, "me/mine")
             path.write_text(path.read_text().replace("## Members", "Read this first.\n\n## Members"))
+        elif where == "notes below a card":
+            write_card(tmp_path, "me/mine")
+            path.write_text(path.read_text() + "\nRead this first.\n")
         elif where == "a text of one's own":
             path.write_text("Read this first.\n\n---\n")
         else:
-            path.write_text("---\ntags: mine\nthumbnail: me.png\n---\nRead this first.\n")
-        text = huggingface_hub.RepoCard.load(path).text
+            path.write_text("---\ntags: mine\nthumbnail: me.png\n---\nRead this first.\n", encoding="utf-8-sig")
+        text = huggingface_hub.RepoCard(path.read_text(encoding="utf-8-sig")).text
         for _ in range(2):
             write_card(tmp_path, "me/mine")
             card = huggingface_hub.RepoCard.load(path)
@@ -267,6 +272,31 @@ class TestPushed:
         if where == "a card of one's own":
             assert "mine" in card.data.tags
             assert card.data.thumbnail == "me.png"
+
+    @pytest.mark.parametrize("where", ["our card", "an edited card", "a card of one's own"])
+    def test_scores_follow_the_weights_in_any_card_and_others_stay(self, finished, tmp_path, where):
+        run = measured(finished, tmp_path)
+        (run / "evaluation.json").unlink()
+        path, state = run / "README.md", json.loads((run / "population.json").read_text())
+        others = "{name: x, results: [{task: {type: y}, dataset: {type: z, name: z}, metrics: [{type: w, value: 1}]}]}"
+        text = "" if where == "our card" else "Read this first.\n"
+        if where == "a card of one's own":
+            path.write_text(f"---\nmodel-index: [{others}]\n---\n{text}")
+        else:
+            write_card(run, "me/mine")
+            path.write_text(path.read_text().replace("model-index:", f"model-index:\n- {others}") + text)
+
+        def read_scores() -> list:
+            write_card(run, "me/mine")
+            index = huggingface_hub.RepoCard.load(path).data.to_dict()["model-index"]
+            return [result["metrics"][0]["value"] for model in index for result in model["results"]]
+
+        assert read_scores() == [1, 50.0]
+        next(each for each in state["members"] if each["name"] == state["best_student"])["held_out"] = 0.123
+        (run / "population.json").write_text(json.dumps(state))
+        assert read_scores() == [1, 12.3]
+        (run / "population.json").write_text(json.dumps(state | {"step": state["step"] + 1}))
+        assert read_scores() == [1], "no score is known of these weights"
 
     def test_a_card_that_cannot_be_read_stays_as_it_is(self, finished, tmp_path, caplog):
         shutil.copyfile(Path(finished.args.output_dir, "population.json"), tmp_path / "population.json")

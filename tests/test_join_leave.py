@@ -581,9 +581,18 @@ def test_who_cannot_be_pooled_does_not_join(random_base, tmp_path):
 
     first, _ = run(random_base, tmp_path / "first", ["a"], max_steps=1)
     first.save_model()
-    options = {"pool_every": 2, "max_members": 3, "max_steps": 3, "warm_start": str(tmp_path / "first")}
+    options = {"pool_every": 2, "max_members": 3, "max_steps": 3, "save_strategy": "steps", "save_steps": 1}
+    options["warm_start"] = str(tmp_path / "first")
     trainer, _ = run(random_base, tmp_path / "second", ["a", "b"], after_1=join, **options)
     assert trainer.population.names == ["student_0", "student_1", "late"]
+
+    def go_on(trainer) -> None:
+        with pytest.raises(ValueError, match="`pool_every=2`: a member that joins must learn, and begin as "):
+            trainer.add_member("late")
+
+    del options["warm_start"]  # the members began with it all the same
+    checkpoint = str(tmp_path / "second" / "checkpoint-1")
+    run(random_base, tmp_path / "third", ["a", "b"], resume=checkpoint, after_2=go_on, **options)
 
 
 @pytest.mark.multiprocess

@@ -17,7 +17,9 @@ from trl_populora import PopuLoRAConfig, PopuLoRATrainer
 from trl_populora.evaluate.intervals import measure_mean
 from trl_populora.lora.members import read_member, write_member
 from trl_populora.population.members import Member
-from trl_populora.run.read import read_lines, read_population
+from trl_populora.report.load import load_run
+from trl_populora.run.callbacks import format_evaluation
+from trl_populora.run.read import list_rewards, read_lines, read_population
 from trl_populora.step.prompts import Judged, measure_evaluation
 
 
@@ -229,3 +231,38 @@ def test_each_function_has_its_own_mean_by_member_in_an_evaluation(random_base, 
         of = {key: found[f"eval_member/{name}/{key}"] for key in ("reward", "rewards/brief", "rewards/first")}
         assert of["rewards/first"] == (name == "student_1")
         assert of["reward"] == pytest.approx(of["rewards/brief"] + 0.5 * of["rewards/first"])
+
+
+@pytest.mark.parametrize(("bad", "lead"), [((-math.inf,), -0.75), ((math.inf, -math.inf), math.nan)])
+def test_a_prompt_with_an_infinite_reward_does_not_count_in_the_lead(bad, lead):
+    seats = {name: Member(name, "student", place) for place, name in enumerate("ab")}
+    judged = {"a": answers((0.0,), (0.5,), (0.0,)), "b": answers(bad, (1.0,), (1.0,))}
+    found = measure_evaluation(seats, judged, ["right"])
+    assert found["reward_lead"] == pytest.approx(lead, nan_ok=True)
+
+
+@pytest.mark.parametrize("name", ["reward", "code_runtime", "reward_best", "solve_rate_mean"])
+def test_a_reward_function_may_have_a_name_like_the_end_of_a_metric(random_base, tmp_path, name):
+    def pay(completion_ids, **columns):
+        return [len(ids) / 10 for ids in completion_ids]
+
+    pay.__name__ = name
+    steps = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 1, "evolve_every": 0}
+    trainer = build(random_base, tmp_path, [pay, brief], **steps)
+    trainer.train()
+    (entry,) = [each for each in trainer.state.log_history if "eval_runtime" in each]
+    (line,) = format_evaluation(1, 1, entry)
+    assert "rewards/" not in line
+    assert sorted(list_rewards(entry, "eval_")) == trainer.population.names
+    run = load_run(tmp_path)
+    assert run.tables == ["eval/"]
+    assert f"eval/member/student_0/rewards/{name}" in run.evaluations[-1]
+    assert not [key for times in read_lines(tmp_path / "times.jsonl") for key in times if "rewards/" in key]
+
+
+def test_a_figure_of_a_function_of_an_empty_seat_does_not_end_the_run(random_base, tmp_path):
+    options = {"eval_strategy": "steps", "eval_steps": 1, "max_members": 5, "max_steps": 2, "evolve_every": 0}
+    best = {"metric_for_best_model": "eval_member/student_4/rewards/brief", "greater_is_better": True}
+    trainer = build(random_base, tmp_path, brief, **options, **best)
+    trainer.train()
+    assert trainer.state.best_metric is None

@@ -433,15 +433,18 @@ def test_rows_that_join_while_others_run_have_the_logprobs_of_their_members(serv
     assert largest_difference(logprobs, logprobs_of(served.model, served.router, rows, prompts, completions)) < 1e-3
 
 
-def test_an_error_about_rows_that_have_ended_leaves_no_request_behind(served):
+@pytest.mark.parametrize(
+    ("last", "error"), [([3], ZeroDivisionError), ([1] * 300, Exception)], ids=["of what follows", "of a long prompt"]
+)
+def test_an_error_amid_rows_that_others_follow_leaves_no_request_behind(served, last, error):
     def fail(ended):
         raise ZeroDivisionError
 
     served.publish_all(56)
     served.generation.follow = fail
     try:
-        with pytest.raises(ZeroDivisionError):
-            served.generate([0, 0, 1], [[1, 2], [1, 2], [3]])
+        with pytest.raises(error, match="" if len(last) == 1 else "length"):
+            served.generate([0, 0, 1], [[1, 2], [1, 2], last])
     finally:
         served.generation.follow = None
     served.generation.llm.check_idle()

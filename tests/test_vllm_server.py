@@ -21,12 +21,15 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from trl_populora import PopuLoRAConfig, PopuLoRATrainer
 from trl_populora.generate.publish import StaleAdapterError
 from trl_populora.generate.server import VLLMServerError
 from trl_populora.generate.vllm import PopulationGeneration
 from trl_populora.lora.members import read_member, write_member
 
+from .prompt_runs import QUESTIONS, brief
 from .recipe_runs import check_zero2, save_qwen
+from .small_run import QUIET, small_lora
 from .vllm_models import generate_on, largest_difference, logprobs_of, make_population, randomise
 from .vllm_processes import end, finish, free_port, result_of, served, start_run
 
@@ -114,6 +117,15 @@ def test_rows_that_join_while_others_run_have_the_logprobs_of_their_members(clie
     assert len(told) > 3
     assert len(completions) == len(prompts) == len(rows) == 3 * 3 * MEMBERS
     assert largest_difference(logprobs, logprobs_of(client.model, client.router, rows, prompts, completions)) < 1e-3
+
+
+def test_more_requests_than_the_session_keeps_connections_by_default_are_all_kept(client, caplog):
+    client.publish_all(3)
+    rows, prompts = [*range(MEMBERS)] * 25, [[7, 8, number] for number in range(25 * MEMBERS)]
+    client.generation.follow = lambda ended: ([], [])
+    completions, _ = client.generate(rows, prompts)
+    assert len(completions) == len(prompts) > 64
+    assert "Connection pool is full" not in caplog.text
 
 
 def test_publishing_one_member_changes_its_outputs_and_no_others(client):
@@ -248,6 +260,27 @@ def test_a_path_that_the_server_does_not_see_is_named(client, tmp_path):
     lost = type(adapter)("member_0", "lost", 999, str(tmp_path / "lost"))
     with pytest.raises(VLLMServerError, match=rf"127.0.0.1.*{tmp_path}.*vllm_adapter_dir"):
         client.generation.vllm_client.load(lost)
+
+
+def test_after_a_refused_request_the_adapters_are_still_taken_off_the_server(client, server):
+    before = server.models()
+    client.publish_all(8)
+    with pytest.raises(VLLMServerError, match="refused"):
+        client.generate([0], [[1] * 5000])
+    client.generation.close()
+    assert server.models() == before
+
+
+def test_an_evaluation_after_training_leaves_no_adapters_on_the_server(base, server, tmp_path):
+    sizes = {"students": 2, "max_steps": 1, "max_completion_length": 4, "num_generations": 2}
+    sizes |= {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
+    given = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server.url}
+    args = PopuLoRAConfig(str(tmp_path), **(QUIET | sizes | given))
+    trainer = PopuLoRATrainer(base, brief, args, QUESTIONS, QUESTIONS.select(range(2)), peft_config=small_lora())
+    before = server.models()
+    trainer.train()
+    assert "eval_reward" in trainer.evaluate()
+    assert server.models() == before
 
 
 def test_a_stuck_server_is_given_up_after_the_time_limit_and_not_asked_again(base, server, tmp_path, caplog):

@@ -563,6 +563,15 @@ class PopuLoRAConfig(GRPOConfig):
                     "optimizer steps of a generation. Otherwise members would change while rows that they wrote "
                     "before still wait for an update."
                 )
+        computed, accumulated = self.steps_per_generation * self.num_iterations, self.gradient_accumulation_steps
+        if self.pool_every and computed % accumulated and accumulated % computed:
+            # transformers ends an optimizer step at the end of an epoch, too, and no generation ends with a step then.
+            raise ValueError(
+                f"`pool_every={self.pool_every}`: a generation has {computed // self.seats} micro-batches of each "
+                f"member (`steps_per_generation * num_iterations`) and an optimizer step {accumulated // self.seats} "
+                "(`gradient_accumulation_steps`). One must be a multiple of the other, so that members are pooled "
+                "between two generations."
+            )
         if self.halve_every and self.gradient_accumulation_steps > self.steps_per_generation:
             raise ValueError(
                 f"`halve_every={self.halve_every}`: an optimizer step takes the rows of several generations here, and "

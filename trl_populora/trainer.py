@@ -542,11 +542,16 @@ class PopuLoRATrainer(HubTrainer):
             `ValueError`: If there are no tasks, or the given ones cannot be used.
             `RuntimeError`: Before training under DeepSpeed, whose engine does not exist yet.
         """
+        was_closed = self._closed
         if self.game is None:
-            return self._evaluate_prompts(eval_dataset, ignore_keys, metric_key_prefix)
+            try:
+                self._open()
+                return self._evaluate_prompts(eval_dataset, ignore_keys, metric_key_prefix)
+            finally:
+                if was_closed:
+                    self.close()
         if self.is_deepspeed_enabled and self.model_wrapped is self.model:
             raise RuntimeError("Under DeepSpeed `evaluate` works from the start of training: set `eval_on_start`.")
-        was_closed = self._closed
         students, adapter = self.population.students, self.population.adapter
         untrained = {
             each.name for each in students if lora_members.adds_nothing(self.model_wrapped, adapter(each.name))
@@ -617,11 +622,16 @@ class PopuLoRATrainer(HubTrainer):
         self._metrics["eval"].update({f"{table}{name}": [value] for name, value in figures.items()})
 
     def _determine_best_metric(self, metrics, trial):
-        # The reward of an empty seat is left out of the log, and `Trainer` would end the run because it is missing.
+        # A figure without a value, as of an empty seat, is left out of the log. `Trainer` would end the run for it.
         wanted = f"eval_{(self.args.metric_for_best_model or '').removeprefix('eval_')}"
         tables = [f"{name}_" for name in self.eval_dataset] if isinstance(self.eval_dataset, dict) else [""]
-        rewards = {f"eval_{table}member/{seat}/reward" for table in tables for seat in self.population.seats}
-        if wanted not in metrics and self.game is None and wanted in rewards:
+        names = ["reward_lead", "reward_lead_margin", "reward_best", "reward_worst"]
+        for seat in self.population.seats:
+            names += [
+                f"member/{seat}/{name}" for name in ("reward", *map("rewards/{}".format, self.reward_func_names))
+            ]
+        ours = {f"eval_{table}{name}" for table in tables for name in names}
+        if wanted not in metrics and self.game is None and wanted in ours:
             return False
         return super()._determine_best_metric(metrics, trial)
 
@@ -1165,7 +1175,9 @@ class PopuLoRATrainer(HubTrainer):
         self._check_membership("add_member")
         parents = [] if like is None else [self.population[like]]
         settings = start.read_member_settings(self.args, settings, parents[0] if parents else None, self.beta != 0)
-        if self.args.pool_every and not (settings["learning_rate"] and (parents or not self.args.warm_start)):
+        # A resumed run may be without the `warm_start` with which it began.
+        warm = self.args.warm_start or any(member.operator == "warm_start" for member in self.population)
+        if self.args.pool_every and not (settings["learning_rate"] and (parents or not warm)):
             raise ValueError(
                 f"`pool_every={self.args.pool_every}`: a member that joins must learn, and begin as others did, got "
                 f"`learning_rate={settings['learning_rate']}` and `like={like!r}`. Set both."

@@ -23,6 +23,7 @@ import torch
 from peft import LoraConfig
 from torch import nn
 from vllm import LLM, RequestOutput, SamplingParams
+from vllm.inputs import tokens_input
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
@@ -180,12 +181,12 @@ class RoutedLLM(LLM):
                 params.output_kind = RequestOutputKind.FINAL_ONLY
                 name = str(next(self.request_counter))
                 running[name] = ask
-                engine.add_request(name, request, params, lora_request=adapter)
+                engine.add_request(name, tokens_input(**request), params, lora_request=adapter)
 
-        add(asks)
         ended: dict[int, list[int]] = {}  # what `follow` has not been told yet
         told: Future | None = None
         try:
+            add(asks)
             with ThreadPoolExecutor(1, "follow") as thread:
                 while running or told is not None:
                     # `follow` works while the engine takes some steps, and is waited for then. Their number is fixed.

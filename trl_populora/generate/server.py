@@ -29,6 +29,7 @@ from .publish import Ask, Follow, Published, StaleAdapterError, count_adapters, 
 
 
 REQUESTS_AT_A_TIME = 64  # further requests wait; with seeds there are many, one for each ask
+CONNECTIONS = 1024  # kept open; more work, too
 PROBE = range(1, 9)  # the prompt of a probe: token ids that every vocabulary has
 HEALTH_TIMEOUT = 10.0  # seconds that one request to `/health` may take; a server that is up answers at once
 
@@ -85,6 +86,8 @@ class LoRAServer(VLLMClient):
             # an answer that breaks off or is late there is no retry: a server that has restarted has lost the
             # adapters, and six tries of a stuck one take six time limits.
             adapter.max_retries = adapter.max_retries.new(read=False, raise_on_status=False)
+            # TRL keeps 64, and urllib3 warns of each further one. With `follow` each ask has its own.
+            adapter.init_poolmanager(10, CONNECTIONS)
         # TRL's method sends a request without a time limit, so it would wait for ever for a server that hangs.
         deadline = time.monotonic() + total_timeout
         while True:
@@ -129,11 +132,14 @@ class LoRAServer(VLLMClient):
                 self._note_failure(url, f"cannot be reached, or its answer broke off ({error})")
             ) from error
         except Exception as error:  # TRL raises a plain `Exception` for every status but 200
-            raise VLLMServerError(self._note_failure(url, f"refused: {error}")) from error
+            raise VLLMServerError(self._tell(url, f"refused: {error}")) from error
 
     def _note_failure(self, url: str, what: str) -> str:
         """Remembers that the server has failed, and writes the message about it."""
         self.failed.set()
+        return self._tell(url, what)
+
+    def _tell(self, url: str, what: str) -> str:
         return f"The vLLM server at {self.base_url} {what}. It was asked for {urlparse(url).path}. {self.advice()}"
 
     def check_serves(self, members: int, rank: int, modules: Collection[str]) -> None:
@@ -201,7 +207,7 @@ class LoRAServer(VLLMClient):
                 f". The trainer wrote the adapter to {payload['lora_path']}. If the server does not see it, set "
                 "`vllm_adapter_dir` to a directory that both see"
             )
-        raise VLLMServerError(self._note_failure(url, reasons))
+        raise VLLMServerError(self._tell(url, reasons))
 
     def probe(self, adapter: Published, b: torch.Tensor) -> None:
         """

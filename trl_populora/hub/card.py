@@ -21,7 +21,13 @@ from yaml import YAMLError
 
 from trl_populora.assets import TINY
 from trl_populora.files import write_whole
-from trl_populora.hub.eval_results import format_results, make_model_index, read_figures, write_results
+from trl_populora.hub.eval_results import (
+    drop_our_results,
+    format_results,
+    make_model_index,
+    read_figures,
+    write_results,
+)
 from trl_populora.report.plots import PLOTS
 from trl_populora.report.table import WORDS, list_members
 from trl_populora.run.read import read_lines, read_population
@@ -38,9 +44,9 @@ logger = logging.getLogger(__name__)
 TAGS = ("trl", "trl-populora", "populora", "lora", "peft", "reinforcement-learning")
 
 ROOT_ADAPTER = "The adapter at the root of this repository is"
-# The last line of a card. A text that has another digest was edited.
+# The last line of a card. A text that has another digest was edited, and so was one that goes on below this line.
 MARK = "<!-- trl-populora wrote this text, and writes it anew unless you change it. Digest: {} -->\n"
-_MARKED = re.compile(rf"{re.escape(MARK).replace(re.escape('{}'), '([0-9a-f]+)')}\s*\Z")
+_MARKED = re.compile(rf"{re.escape(MARK).replace(re.escape('{}'), '([0-9a-f]+)')}")
 
 CARD = """
 # {name}
@@ -254,15 +260,17 @@ def _write(path: Path, metadata: dict[str, Any], text: str, details: Mapping[str
     text += MARK.format(_compute_digest(text))
     if path.exists():
         try:
-            earlier = RepoCard(path.read_text(encoding="utf-8"), ignore_metadata_errors=True)
+            earlier = RepoCard(path.read_text(encoding="utf-8-sig"), ignore_metadata_errors=True)
         except (ValueError, YAMLError) as error:
             logger.warning("%s stays as it is, because its metadata cannot be read (%s).", path, error)
             return
         kept, mark = earlier.data.to_dict(), _MARKED.search(earlier.text)
         ours = mark is not None or ROOT_ADAPTER in earlier.text  # version 0.2.0 wrote no mark
-        if ours:
-            kept.pop("model-index", None)  # scores of earlier weights
-        if not ours or (mark is not None and mark[1] != _compute_digest(earlier.text[: mark.start()])):
+        metadata["model-index"] = drop_our_results(kept.pop("model-index", [])) + metadata.get("model-index", [])
+        if not metadata["model-index"]:
+            del metadata["model-index"]
+        below = mark and earlier.text[mark.end() :].strip()
+        if not ours or (mark and (below or mark[1] != _compute_digest(earlier.text[: mark.start()]))):
             logger.warning("%s keeps the text that you gave it. To get a new text, remove the file.", path)
             text = earlier.text
         own = kept.get("tags") or []

@@ -163,6 +163,16 @@ def make_model_index(figures: Sequence[Figure]) -> list[EvalResult]:
     ]
 
 
+def drop_our_results(model_index: Any) -> list[dict[str, Any]]:
+    """Drops from a card's `model-index` the scores of [`make_model_index`]: they may be of earlier weights."""
+    kept = []
+    for model in model_index if isinstance(model_index, list) else ():
+        others = [each for each in model["results"] if "how" not in (each["dataset"].get("args") or {})]
+        if others:
+            kept.append(model | {"results": others})
+    return kept
+
+
 def write_results(root: Path, figures: Sequence[Figure], best: str, repo: str) -> None:
     """Writes a file into `.eval_results/` for each score with a dataset and a task on the Hub. Deletes older files."""
     # Files of an earlier call may hold scores of other weights.

@@ -24,6 +24,7 @@ from trl_populora.run.read import (
     STEP,
     TIMES,
     classify_log,
+    is_of_function,
     read_lines,
     read_population,
 )
@@ -147,7 +148,7 @@ class Run:
             {key for entry in self.evaluations for key in entry},
             "solve_rate_mean" if self.game else "reward_best",
         )
-        return sorted(key.removesuffix(end) for key in keys if key.endswith(end))
+        return sorted(key.removesuffix(end) for key in keys if key.endswith(end) and not is_of_function(key))
 
     @property
     def held_out_kinds(self) -> list[str]:

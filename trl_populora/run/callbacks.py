@@ -24,7 +24,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import CallbackHandler, PrinterCallback, ProgressCallback
 
 from trl_populora.run.checkpoint import find_newest
-from trl_populora.run.read import ANSWERED, EVALUATION, PLAYED, STEP, classify_log, list_rewards
+from trl_populora.run.read import ANSWERED, EVALUATION, PLAYED, STEP, classify_log, is_of_function, list_rewards
 from trl_populora.step.rows import Played
 
 
@@ -150,9 +150,11 @@ def format_evaluation(step: int, max_steps: int, logs: dict[str, Any]) -> list[s
     # A run may evaluate on several named tables. Each table has one key that ends in `solve_rate_mean`: there is no
     # such key for a member, a kind or the base.
     seconds = next((value for key, value in logs.items() if key.endswith("_runtime")), math.nan)
-    if not any(key.endswith("solve_rate_mean") for key in logs):
+    if not any(key.endswith("solve_rate_mean") and not is_of_function(key) for key in logs):
         # In a dataset run each table has a log of its own. TRL's keys, such as `eval_reward`, do not name the table.
-        prefixes = [key.removesuffix("runtime") for key in logs if key.endswith("_runtime")]
+        prefixes = [
+            key.removesuffix("runtime") for key in logs if key.endswith("_runtime") and not is_of_function(key)
+        ]
         return [
             f"{_format_place(step, max_steps)} | {_tell_prompts(each, logs)} | s: {seconds:.1f}" for each in prefixes
         ]

@@ -43,6 +43,11 @@ def classify_log(logs: Mapping[str, Any] | None) -> str | None:
     return STEP if keys & {"loss", PLAYED} and "train_loss" not in keys else None
 
 
+def is_of_function(key: str) -> bool:
+    """Tells whether a key ends with the name of a reward function, which may be any name, also `reward`."""
+    return "/rewards/" in key
+
+
 def list_rewards(logs: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     """
     Lists the mean rewards of a dataset run's members, the best first. A member without one is left out.
@@ -53,7 +58,8 @@ def list_rewards(logs: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     """
     found = {}
     for key, value in logs.items():
-        if key.startswith(f"{prefix}member/") and key.endswith("/reward") and value is not None and value == value:
+        known = value is not None and value == value
+        if known and key.startswith(f"{prefix}member/") and key.endswith("/reward") and not is_of_function(key):
             found[key.removeprefix(f"{prefix}member/").removesuffix("/reward")] = value
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 

@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 from trl_populora.files import write_json, write_whole
 from trl_populora.population.members import Population
 from trl_populora.run.directory import holds_a_run
-from trl_populora.run.read import METRICS, POPULATION_FILE, TIMES, classify_log
+from trl_populora.run.read import METRICS, POPULATION_FILE, TIMES, classify_log, is_of_function
 from trl_populora.step.player import Messages
 from trl_populora.step.prompts import PromptRow
 from trl_populora.step.rows import Row
@@ -112,7 +112,11 @@ def append_metrics(output_dir: str | Path, entry: Mapping[str, Any]) -> None:
     # Trackers show `eval_loss` as `eval/loss`, and so do the files.
     entry = {f"eval/{key[5:]}" if key.startswith("eval_") else key: value for key, value in entry.items()}
     ends = "runtime", "per_second"
-    seconds = {k: v for k, v in entry.items() if k == "step_time" or k.startswith("time/") or k.endswith(ends)}
+    seconds = {
+        key: value
+        for key, value in entry.items()
+        if key == "step_time" or key.startswith("time/") or (key.endswith(ends) and not is_of_function(key))
+    }
     metrics = {key: value for key, value in entry.items() if key not in seconds}
     for name, values in ((METRICS, metrics), (TIMES, {"step": entry["step"]} | seconds)):
         with Path(output_dir, name).open("a") as file:

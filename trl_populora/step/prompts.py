@@ -304,8 +304,9 @@ def measure_evaluation(
     if len(ranked) > 1:
         leaders = [member.name for seat in ranked[:2] if (member := seats[seat])]
         first, second = (_average_by_prompt(answers[name]) for name in leaders)
-        if both := first.keys() & second.keys():
-            lead, margin = measure_mean([first[prompt] - second[prompt] for prompt in sorted(both)])
+        leads = [first[prompt] - second[prompt] for prompt in sorted(first.keys() & second.keys())]
+        if leads := [lead for lead in leads if math.isfinite(lead)]:
+            lead, margin = measure_mean(leads)
             found |= {"reward_lead": lead, "reward_lead_margin": margin if math.isfinite(margin) else math.nan}
     return found
 
@@ -316,4 +317,4 @@ def _average_by_prompt(answers: Sequence[Judged]) -> dict[int, float]:
     for answer in answers:
         if not math.isnan(answer.rewards[0]):
             rewards.setdefault(answer.prompt, []).append(answer.rewards[0])
-    return {prompt: fmean(own) for prompt, own in rewards.items()}
+    return {prompt: sum(own) / len(own) for prompt, own in rewards.items()}  # `fmean` refuses infinite ones
