@@ -242,3 +242,16 @@ def test_the_page_of_the_135m_has_the_figures_of_its_runs(start, who):
     assert cells(SMOLLM2, f"{start}")[:4] == [percent(row["right"], 1), *compared, percent(row["readable"])]
     over_runs = PUBLISHED["over_nine_populations"]["above_cold_start"]
     assert points(*over_runs, 1) in SMOLLM2
+
+
+def test_what_pooling_gave_is_told_as_measured():
+    page = " ".join((ROOT / "docs" / "how" / "evolve.md").read_text().split())
+    (pooled,), (separate,) = (
+        [*json.loads((ROOT / "studies" / "tiny" / "pooling.json").read_text())[name].values()]
+        for name in ("pooled_5", "separate")
+    )
+    together, apart = (f"{100 * run['held_out'][-1]['mean']:.1f}" for run in (pooled, separate))
+    assert f"solve {together} % of held-out code_o tasks, separate ones {apart} %" in page
+    together, apart = (f"{100 * run['merged']['mean of the students']['held_out']:.1f}" for run in (pooled, separate))
+    assert f"into one model they solve {together} and {apart} %" in page
+    assert pooled["steps"] == separate["steps"] == 75
