@@ -43,7 +43,7 @@ def test_every_benchmark_finds_what_it_measures():
 
 
 class TestStepAt7b:
-    @pytest.mark.walk
+    @pytest.mark.slow
     def test_a_dry_run_compares_both_sides_and_says_that_vllm_is_missing(self):
         done = subprocess.run(
             [sys.executable, step_at_7b.__file__, "--dry-run", "--mix", "all", "--steps", "1"],

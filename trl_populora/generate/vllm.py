@@ -465,11 +465,14 @@ class PopulationGeneration(VLLMGeneration):
 
         A server that has failed is not waited for. It loses its adapters when it is restarted.
         """
+        errors = []
         for adapter in self.published.values() if self.backend is not None else ():
             try:
                 self.backend.unload(adapter)
             except VLLMServerError as error:
-                vllm_generation.logger.warning("Adapters were left on the server: %s", error)
+                errors.append(error)
+        if errors:
+            vllm_generation.logger.warning("Adapters were left on the server: %s", errors[0])
         self.published = {}
         self._detector.forget()
         if self._shelf is not None:
