@@ -255,3 +255,6 @@ def test_what_pooling_gave_is_told_as_measured():
     together, apart = (f"{100 * run['merged']['mean of the students']['held_out']:.1f}" for run in (pooled, separate))
     assert f"into one model they solve {together} and {apart} %" in page
     assert pooled["steps"] == separate["steps"] == 75
+    merged = json.loads((ROOT / "studies" / "tiny" / "merging.json").read_text())["separate"]["0"].values()
+    ways = [f"{100 * rates['held out']:.1f}" for rates in merged]
+    assert f"mean of factors {ways[1]} %, weighted by Fisher information {ways[2]} %, TIES {ways[3]} %" in page
