@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -55,3 +56,15 @@ def test_students_of_one_interval_are_compared_with_each_other():
     over_all, within = correlate([[(5.0, 5.0), (6.0, 4.5)], [(1.0, 1.0), (2.0, 0.5)]])
     assert over_all > 0.9
     assert within == pytest.approx(-1)
+
+
+def test_the_page_tells_the_correlations_of_the_kept_run():
+    folder = Path(likelihood.__file__).parent
+    found = json.loads((folder / "tiny" / "likelihood.json").read_text())
+    _, (*_, block, _), _, (*_, whole, _), (*_, halves, _) = likelihood.compare(found)
+    page = (folder / "README.md").read_text()
+    assert f"correlates by {whole} with the gain in the sampled rate" in page
+    assert f"by {halves} with itself on the other half" in page
+    sure = [each[0] for each in found["0"]["base"]["targets"]]
+    assert sum(sure) / len(sure) > -0.01, "given the worked lines the base knows the block"
+    assert float(block) < 0.5, "so its gain says nothing"
