@@ -29,7 +29,7 @@ from .publish import Ask, Follow, Published, StaleAdapterError, count_adapters, 
 
 
 REQUESTS_AT_A_TIME = 64  # further requests wait; with seeds there are many, one for each ask
-CONNECTIONS = 1024  # kept open; more work, too
+CONNECTIONS = 1024  # at most so many stay open for the next request; further ones are opened each time
 PROBE = range(1, 9)  # the prompt of a probe: token ids that every vocabulary has
 HEALTH_TIMEOUT = 10.0  # seconds that one request to `/health` may take; a server that is up answers at once
 
