@@ -7,10 +7,10 @@ for teachers.
 
 *Targets* are code_o tasks of held-out programs, each with a worked answer that the referee calls right. Of each
 student in each checkpoint the script measures the mean log-probability of that answer's block, given prompt and worked
-lines, and of the whole answer; in every fifth checkpoint also the share of right answers to as many other tasks,
-sampled. It prints how the gains in the three go together over students and intervals, and how far two halves of the
-targets agree on a student's gain. Figures are kept in the run's `likelihood.json`, checkpoint by checkpoint; started
-again, the script goes on.
+lines, and of the whole answer; every 25 steps also the share of right answers to as many other tasks, sampled. It
+prints how the gains in the three go together over students and intervals, and how far two halves of the targets agree
+on a student's gain between those steps and between all. Figures are kept in the run's `likelihood.json`, checkpoint by
+checkpoint; started again, the script goes on.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from trl_populora.sandbox import Sandbox, values
 from trl_populora.tasks import Task
 
 
-TARGETS, EVERY = 300, 5  # targets; checkpoints from one sampled rate to the next
+TARGETS, EVERY = 300, 25  # targets; steps from one sampled rate to the next
 BATCH = 50  # answers of one forward
 
 
@@ -118,9 +118,9 @@ def score(run: Path, attempts: int) -> dict[str, dict[str, Any]]:
     targets, tasks = write_targets(TARGETS), draw_held_out("likelihood", TARGETS)
     with Sandbox() as sandbox:
         scorer = Scorer(HALF_KNOWN, sandbox)
-        for place, step in enumerate(tqdm([0, *steps], desc=str(run))):
+        for step in tqdm([0, *steps], desc=str(run)):
             if str(step) not in found:
-                asked = tasks if place % EVERY == 0 else []
+                asked = [] if step % EVERY else tasks
                 students = read_students(run / f"checkpoint-{step}") if step else {BASE_NAME: None}
                 found[str(step)] = {
                     name: measure(scorer, student, targets, asked, attempts) for name, student in students.items()
@@ -135,11 +135,20 @@ Gains = list[list[tuple[float, float]]]  # a list per interval, with two gains o
 def compare(found: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     """
     Correlations of gains: in log-probability and in the sampled rate, between the steps whose rate is known; and in
-    log-probability on two halves of the targets, between neighbouring steps. Each is over students and intervals, and
-    again less the interval's mean, as a choice among members at one time sees them.
+    log-probability on two halves of the targets, between these steps and between all. Each is over students and
+    intervals, and again less the interval's mean, as a choice among members at one time sees them.
+
+    Raises:
+        `ValueError`: If the rate is known of fewer than two steps.
     """
     steps, names = sorted(found, key=int), list(found[max(found, key=int)])
     sampled = [step for step in steps if "rate" in next(iter(found[step].values()))]
+
+    if len(sampled) < 2:
+        raise ValueError(
+            f"The sampled rate is known of the steps {sampled} alone; two are needed. Train with `--save_steps 5 "
+            f"--save_total_limit 100`, so that a checkpoint stays every {EVERY} steps."
+        )
 
     def mean(step: str, name: str, column: int, half: slice) -> float:
         of = found[step].get(name) or found[step][BASE_NAME]
@@ -156,7 +165,8 @@ def compare(found: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     for column, told in enumerate(("the block", "the whole answer")):
         for other, points in {
             "the gain in the sampled rate": gains(sampled, (column, whole), (-1, whole)),
-            "itself, on the other half of the targets": gains(steps, (column, even), (column, odd)),
+            "itself, on the other half of the targets": gains(sampled, (column, even), (column, odd)),
+            "likewise, between all checkpoints": gains(steps, (column, even), (column, odd)),
         }.items():
             rows.append([told, other, str(sum(map(len, points))), *(f"{each:.2f}" for each in correlate(points))])
     return rows

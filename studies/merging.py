@@ -70,12 +70,13 @@ def read_students(checkpoint: Path) -> dict[str, Student]:
             continue
         directory = checkpoint / member["adapter"]
         factors = load_file(directory / "adapter_model.safetensors")
-        # The optimizer numbers parameters in the model's order, which is not the file's.
+        # The optimizer numbers parameters in the model's order, which is not the file's. Its groups are named after
+        # adapters: a single agent is two members with one.
         model = model or PeftModel.from_pretrained(base, directory)
         names = [name.replace(".default.", ".") for name, _ in model.named_parameters() if "lora_" in name]
         moments = {
             name: optimizer["state"][place]["exp_avg_sq"]
-            for name, place in zip(names, places[member["name"]], strict=True)
+            for name, place in zip(names, places[directory.name], strict=True)
         }
         assert moments.keys() == factors.keys()
         assert all(moments[key].shape == factors[key].shape for key in factors)

@@ -124,15 +124,15 @@ def draw_held_out(seed: str, count: int) -> list[Task]:
     return [*found.values()]
 
 
-def options_of(candidate: str, output: Path, steps: int, model: Path) -> list[str]:
-    """The command-line options of a candidate's runs; writes the held-out tasks that they are scored on."""
+def options_of(settings: Mapping[str, str], output: Path, steps: int, model: Path) -> list[str]:
+    """The command-line options of runs with some settings; writes the held-out tasks that they are scored on."""
     path = output / "held_out.jsonl"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(task.to_record()) + "\n" for task in held_out_tasks()))
     given = {"task_kinds": KIND, "eval_tasks": str(path), "eval_steps": "25", "max_steps": str(steps)}
     given |= {"model_name_or_path": str(model)}
-    return [word for name, value in (given | CANDIDATES[candidate]).items() for word in (f"--{name}", value)]
+    return [word for name, value in (given | dict(settings)).items() for word in (f"--{name}", value)]
 
 
 def probe_tasks() -> list[Task]:
@@ -177,11 +177,18 @@ def rate_of(scorer: Scorer, tasks: Sequence[Task]) -> float:
 
 
 def measure(run: Path) -> dict[str, Any]:
+    """What the steps of a run left, and of a finished one the probes and what its members score as models."""
+    finished = (run / "trainer_state.json").exists()
+    probed = {"probes": score_probes(run) if finished else {}, "merged": score_merged(run) if finished else {}}
+    return {**measure_steps(run), **probed}
+
+
+def measure_steps(run: Path) -> dict[str, Any]:
     """
-    A run's figures: by blocks of 10 steps the valid share and live rows, by blocks of 20 the number of different
-    features, new shapes per valid proposal and the share that nobody solves; evaluations; probes; features forgotten.
+    By blocks of 10 steps the valid share and live rows, by blocks of 20 the number of different features, new shapes
+    per valid proposal and the share that nobody solves; evaluations; features forgotten.
     """
-    records, finished = load_run(run), (run / "trainer_state.json").exists()
+    records = load_run(run)
     proposals = [row for row in records.rows if row["role"] == "teacher"]
     valid = [row for row in proposals if row["valid"]]
     attempts = [row for row in records.rows if row["role"] == "student" and row["features"]]
@@ -209,8 +216,6 @@ def measure(run: Path) -> dict[str, Any]:
             }
             for entry in load_evaluations(run)
         ],
-        "probes": score_probes(run) if finished else {},
-        "merged": score_merged(run) if finished else {},
         "forgotten": count_forgotten(attempts),
     }
 
@@ -269,7 +274,8 @@ def main() -> None:
         for name in options.candidates:
             run = options.output / name / f"seed_{seed}"
             if not (run / "trainer_state.json").exists():
-                train(run, seed, False, [*options_of(name, options.output, options.steps, options.model), *settings])
+                given = options_of(CANDIDATES[name], options.output, options.steps, options.model)
+                train(run, seed, False, [*given, *settings])
             print(f"{run}: {json.dumps(measure(run))}", flush=True)
     kept = gather(options.output)
     print(markdown(table(kept)))

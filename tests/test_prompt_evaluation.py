@@ -241,13 +241,13 @@ def test_a_prompt_with_an_infinite_reward_does_not_count_in_the_lead(bad, lead):
     assert found["reward_lead"] == pytest.approx(lead, nan_ok=True)
 
 
-@pytest.mark.parametrize("name", ["reward", "code_runtime", "reward_best", "solve_rate_mean"])
+@pytest.mark.parametrize("name", ["reward", "code_runtime", "reward_best", "solve_rate_mean", "mu"])
 def test_a_reward_function_may_have_a_name_like_the_end_of_a_metric(random_base, tmp_path, name):
     def pay(completion_ids, **columns):
         return [len(ids) / 10 for ids in completion_ids]
 
     pay.__name__ = name
-    steps = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 1, "evolve_every": 0}
+    steps = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 1, "evolve_every": 0, "member_prompts": "own"}
     trainer = build(random_base, tmp_path, [pay, brief], **steps)
     trainer.train()
     (entry,) = [each for each in trainer.state.log_history if "eval_runtime" in each]
@@ -256,6 +256,7 @@ def test_a_reward_function_may_have_a_name_like_the_end_of_a_metric(random_base,
     assert sorted(list_rewards(entry, "eval_")) == trainer.population.names
     run = load_run(tmp_path)
     assert run.tables == ["eval/"]
+    assert not run.rated, "members with prompts of their own have no ratings"
     assert f"eval/member/student_0/rewards/{name}" in run.evaluations[-1]
     assert not [key for times in read_lines(tmp_path / "times.jsonl") for key in times if "rewards/" in key]
 

@@ -61,10 +61,13 @@ def test_students_of_one_interval_are_compared_with_each_other():
 def test_the_page_tells_the_correlations_of_the_kept_run():
     folder = Path(likelihood.__file__).parent
     found = json.loads((folder / "tiny" / "likelihood.json").read_text())
-    _, (*_, block, _), _, (*_, whole, _), (*_, halves, _) = likelihood.compare(found)
+    _, (*_, block, _), _, _, (*_, whole, _), (*_, halves, _), _ = likelihood.compare(found)
     page = (folder / "README.md").read_text()
     assert f"correlates by {whole} with the gain in the sampled rate" in page
     assert f"by {halves} with itself on the other half" in page
+    unsampled = {name: {"targets": own["targets"]} for name, own in found["75"].items()}
+    with pytest.raises(ValueError, match="save_total_limit"):
+        likelihood.compare({"0": found["0"], "20": unsampled})
     sure = [each[0] for each in found["0"]["base"]["targets"]]
     assert sum(sure) / len(sure) > -0.01, "given the worked lines the base knows the block"
     assert float(block) < 0.5, "so its gain says nothing"

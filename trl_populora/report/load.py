@@ -69,7 +69,9 @@ class Run:
     @property
     def rated(self) -> bool:
         """Whether the members of a dataset run have ratings, and there are several to compare."""
-        return len(self.members("student")) > 1 and any(key.endswith("/mu") for key in self.latest)
+        return len(self.members("student")) > 1 and any(
+            key.endswith("/mu") and not is_of_function(key) for key in self.latest
+        )
 
     @property
     def functions(self) -> list[str]:
