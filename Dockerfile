@@ -1,4 +1,4 @@
-# A population in a container: `docker build -t populora .`, then `docker run --rm -v $PWD/runs:/runs populora`.
+# A population in a container: `docker build -t populora .`, then `docker run --rm -v populora:/runs populora`.
 # On a GPU: `docker build --build-arg TORCH_INDEX= -t populora .` takes PyPI's torch, `docker run --gpus all ...`.
 FROM python:3.11-slim-bookworm
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
