@@ -34,7 +34,7 @@ GROUPS = {
 SETTINGS = """\
 # Settings of a population
 
-Every field of `PopuLoRAConfig` that TRL's `GRPOConfig` lacks or has another default for, in the order of the step. A
+Every field of `PopuLoRAConfig` that TRL's `GRPOConfig` lacks or has another default for, subject by subject. A
 recipe in YAML, the command line (`--teachers 2`) and a script (`PopuLoRAConfig(teachers=2)`) know the same names.
 *paper* is PopuLoRA itself (arXiv 2605.16727), *second hand* what summaries of it say, *AZR* Absolute Zero Reasoner
 (arXiv 2505.03335); [statement by statement](../paper.md). Inherited options are in [another table](../options.md),
@@ -90,7 +90,7 @@ def settings_page() -> str:
         if setting.name in headings:
             lines.append(f"\n## {headings[setting.name]}\n\n| setting | type | default | |\n|---|---|---|---|")
         text = re.sub(r"`docs/(\S+?)\.md`", r"[more](../\1.md)", setting.metadata["help"].replace("|", "\\|"))
-        type_ = PopuLoRAConfig.__annotations__[setting.name].removesuffix(" | None").replace("|", "\\|")
+        type_ = PopuLoRAConfig.__annotations__[setting.name].removesuffix(" | None").replace(" | ", "` or `")
         cells = f"`{setting.name}`", f"`{type_}`", write_default(setting), text
         lines.append(f"| {' | '.join(cells)} |")
     lines.append("\n## Inherited, with another default\n\n| setting | TRL's | here | |\n|---|---|---|---|")

@@ -258,6 +258,11 @@ def test_every_command_of_a_shell_block_exists_with_its_options(page):
             assert (ROOT / first).exists()
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_no_code_in_a_table_has_a_pipe_that_the_site_would_show_with_its_backslash(page):
+    assert not re.findall(r"`[^`\n]*\\\|[^`\n]*`", PAGES[page].read_text())
+
+
 def test_no_page_loads_anything_from_elsewhere():
     """Pictures and styles lie beside the pages."""
     for page in PAGES.values():
