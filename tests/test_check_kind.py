@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import signal
@@ -48,6 +49,12 @@ def test_the_packages_own_kinds_have_no_problem(name, monkeypatch):
 
 
 GIVEN = Task("countdown", "3 4 5 -> 17", (), ())
+
+
+def test_the_command_takes_a_kind_whose_tasks_are_only_given(tmp_path, capsys):
+    (tmp_path / "given.jsonl").write_text(json.dumps(GIVEN.to_record()) + "\n")
+    cli.main(["check-kind", "tests.countdown:GivenCountdown", "--tasks", str(tmp_path / "given.jsonl")])
+    assert capsys.readouterr().out.endswith("No problem found in the task kind 'countdown'.\n")
 
 
 def test_a_kind_that_is_solved_only_needs_no_method_of_a_proposal(monkeypatch):

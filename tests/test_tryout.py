@@ -132,6 +132,13 @@ def test_options_that_cannot_be_are_refused(options, message):
         TryArguments("tiny", **options)
 
 
+@pytest.mark.parametrize("given", ["model.gguf", ""])
+def test_a_gguf_file_is_told_from_a_missing_model(tmp_path, given):
+    (tmp_path / "model.gguf").write_bytes(b"")
+    with pytest.raises(ValueError, match="GGUF files are for serving and cannot be trained"):
+        try_model(TryArguments(str(tmp_path / given)))
+
+
 @pytest.mark.parametrize(
     ("model", "given", "inputs"), [("tiny", {}, 6), ("a/base", {}, 4), ("tiny", {"inputs_per_function": 5}, 5)]
 )

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from trl_populora.generate.publish import (
     sweep_shelves,
 )
 from trl_populora.generate.server import LoRAServers
-from trl_populora.lora.members import member_parameters
+from trl_populora.lora.members import member_parameters, save_member
 
 from .adapter_models import make_population
 from .without_extras import without_extras
@@ -173,6 +174,27 @@ def test_servers_get_absolute_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shelf = AdapterShelf("adapters")
     assert shelf.root.parent == tmp_path / "adapters"
+    shelf.close()
+
+
+def test_a_server_of_another_user_may_read_adapters_in_a_folder_that_this_user_may_read(tmp_path, model):
+    old = os.umask(0o022)
+    try:
+        for mode, expected in ((0o750, 0o750), (0o777, 0o755), (0o700, 0o700)):
+            folder = tmp_path / oct(mode)
+            folder.mkdir()
+            folder.chmod(mode)
+            shelf = AdapterShelf(str(folder))
+            assert shelf.root.stat().st_mode & 0o777 == expected
+            adapter = Path(shelf.put("a-1", partial(save_member, model, NAMES[0])))
+            readable = [path.stat().st_mode & 0o044 for path in adapter.iterdir()]
+            assert readable == [0o044] * 2
+            assert adapter.stat().st_mode & 0o055 == 0o055
+            shelf.close()
+    finally:
+        os.umask(old)
+    shelf = AdapterShelf("/dev/shm")
+    assert shelf.root.stat().st_mode & 0o777 == 0o700, "weights in shared memory are this user's alone"
     shelf.close()
 
 

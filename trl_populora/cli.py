@@ -342,7 +342,8 @@ def check_kind(arguments: Sequence[str]) -> None:
     from trl_populora.tasks.dataset import read_tasks
 
     (options,) = _parse(CheckKindArguments, "check-kind", arguments)
-    (kind,) = make_kinds(PopuLoRAConfig("unused", task_kinds=[options.kind], proposals_per_teacher=8)).values()
+    # With teachers a kind whose tasks are only given would be refused.
+    (kind,) = make_kinds(PopuLoRAConfig("unused", task_kinds=[options.kind], teachers=0)).values()
     given = load_seed_tasks() if options.tasks is None else TaskArchive.from_dataset(read_tasks(options.tasks))
     problems = check(kind, list(given), _say)
     for problem in problems:

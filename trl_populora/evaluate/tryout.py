@@ -256,6 +256,7 @@ def try_model(options: TryArguments) -> Tryout:
     Raises:
         `ValueError`: If the base or a kind cannot be used, or no prompt style can be tried.
     """
+    start.refuse_gguf(options.model)
     args = _make_settings(options)
     set_seed(options.seed)
     base = start.load_base(options.model, args)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 import time
 import weakref
@@ -129,7 +130,8 @@ class AdapterShelf:
     """
     A directory of published adapters. Each adapter is an ordinary PEFT adapter directory.
 
-    A version that has been replaced stays until members are published again.
+    In shared memory this user alone may read them, elsewhere everybody who may read `parent`. A version that has been
+    replaced stays until members are published again.
 
     Args:
         parent: The directory in which the shelf makes its own directory; see [`choose_parent`].
@@ -144,6 +146,9 @@ class AdapterShelf:
         sweep_shelves(parent)
         os.makedirs(parent, exist_ok=True)
         self.root = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        if parent != SHARED_MEMORY:
+            # `mkdtemp` closes the directory to other users. A server may run as one, who may read the folder.
+            self.root.chmod(stat.S_IMODE(os.stat(parent).st_mode) & 0o755)
         self._lock = _lock_shelf(self.root, os.O_CREAT)
         self._retired: deque[str] = deque()
         # `_remove_shelf` gets the process id, because a forked child must not remove its parent's directory.

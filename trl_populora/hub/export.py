@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl_populora.assets import resolve_model_path
 from trl_populora.hub.download import fetch
 from trl_populora.lora.checks import is_quantised
-from trl_populora.lora.convert import average
+from trl_populora.lora.convert import average, let_others_read
 from trl_populora.run.read import POPULATION_FILE, read_population
 from trl_populora.run.saved_population import check_one_moment
 
@@ -89,6 +89,7 @@ def export_member(
         mean, config = average([(load_file(each / WEIGHTS), LoraConfig.from_pretrained(each)) for each in students_at])
         save_file(mean, unfinished / WEIGHTS, metadata={"format": "pt"})
         config.save_pretrained(unfinished)
+        let_others_read(unfinished)
     else:
         for file in (CONFIG, WEIGHTS):
             shutil.copyfile(root / chosen[0] / file, unfinished / file)

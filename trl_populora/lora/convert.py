@@ -11,6 +11,7 @@ columns of zeros in B add nothing.
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -122,6 +123,15 @@ def fold_patterns(directory: str | Path) -> None:
     if folded is not factors:
         save_file(dict(folded), path, metadata={"format": "pt"})
         one.save_pretrained(directory)
+        let_others_read(directory)
+
+
+def let_others_read(directory: str | Path) -> None:
+    """
+    Gives the weights of a saved adapter the mode of the settings beside them, because safetensors closes its files to
+    other users, such as a server's.
+    """
+    shutil.copymode(Path(directory, "adapter_config.json"), Path(directory, "adapter_model.safetensors"))
 
 
 def fold_into(

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trl_populora.files import FORMAT, read_json, write_json
 
-from .convert import find_scaling
+from .convert import find_scaling, let_others_read
 from .layers import RoutedLinear, routed_layers
 
 
@@ -351,6 +351,7 @@ def save_factors(
     # Saving arrays gives the same bytes as saving tensors, in less time.
     arrays = {key: value.numpy() for key, value in factors.items()}
     save_file(arrays, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    let_others_read(directory)
     # The step is written last. If the process is killed before that, the new adapter has the step of the adapter that
     # it replaced, or none.
     if step is not None:
