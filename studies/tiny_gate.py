@@ -46,8 +46,8 @@ tags: [trl-populora, self-play, code, from-scratch]
 
 The embedded base (`trl_populora/assets/tiny`), trained further on 64 operations instead of 32. The new ones it *half-knows*: each has one
 natural mistake (`xs[:-1]` taken for `xs[1:]`, `find` counted from 1, `sorted(reverse=True)` for reversal), and the answers that it
-was trained on make it in more than half of the cases. So neither a greedy answer nor a majority says which reading is right: what students
-gain on these is learned from the verifier, while on the embedded base everything that they gain is elicited. Four are hard to compute for a model of
+was trained on make it in more than half of the cases. So in code_o neither a greedy answer nor a majority says which reading is right: what
+students gain there is learned from the verifier, while on the embedded base everything that they gain is elicited. Four are hard to compute for a model of
 this size (`^`, `&`, `%`, `//`): a lure that a good teacher resists.
 
 `python studies/screen.py` and `--model_name_or_path studies/tiny/half_known` in every recipe of `recipes/tiny` train on it.

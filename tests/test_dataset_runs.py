@@ -438,6 +438,15 @@ class TestOptions:
         assert not {str(row) for row in train["prompt"]} & {str(row) for row in test["prompt"]}
         assert args.for_prompts().max_steps == 12
 
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", PROMPTS)
+    def test_a_recipe_runs(self, name, monkeypatch, tmp_path, capsys):
+        monkeypatch.chdir(ROOT)
+        small = ("--max_steps", "2", "--logging_steps", "1", "--eval_steps", "2", "--max_completion_length", "32")
+        cli.main(["train", "--config", str(PROMPTS[name]), "--output_dir", str(tmp_path), *small])
+        assert "step 2/2 | reward" in capsys.readouterr().out
+        assert [entry["step"] for entry in read_lines(tmp_path / "metrics.jsonl")] == [0, 1, 2, 2]
+
 
 class TestAlarms:
     def play(self, logs: list[dict]) -> list[str]:

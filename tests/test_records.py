@@ -1,14 +1,15 @@
 """What a run writes down while it goes on; what becomes of it later is tested in `test_directory.py`."""
 
 import json
+import math
 from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
 
 from trl_populora.population.members import Population
-from trl_populora.run.read import classify_log, read_lines
-from trl_populora.run.records import Records, write_rollouts
+from trl_populora.run.read import METRICS, TIMES, classify_log, read_lines
+from trl_populora.run.records import Records, append_metrics, write_rollouts
 from trl_populora.step.rows import Row
 
 
@@ -56,3 +57,15 @@ def test_rollouts_tell_a_member_from_its_successor_and_its_opponent(tmp_path):
 )
 def test_a_log_says_what_it_is_about(logs, sort):
     assert classify_log(logs) == sort
+
+
+def test_a_number_that_json_does_not_know_is_null(tmp_path):
+    entry = {"step": 1, "grad_norm": math.nan, "loss": math.inf, "reward": 0.5, "step_time": math.nan}
+    append_metrics(tmp_path, entry)
+    assert json.loads((tmp_path / METRICS).read_text(), parse_constant=pytest.fail) == {
+        "step": 1,
+        "grad_norm": None,
+        "loss": None,
+        "reward": 0.5,
+    }
+    assert json.loads((tmp_path / TIMES).read_text(), parse_constant=pytest.fail) == {"step": 1, "step_time": None}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,8 @@ def append_metrics(output_dir: str | Path, entry: Mapping[str, Any]) -> None:
     """
     Adds one line to `metrics.jsonl` and one to `times.jsonl`. Each evaluation has lines of its own.
 
-    Seconds have a file of their own, because only they differ between two runs with the same seed.
+    Seconds have a file of their own, because only they differ between two runs with the same seed. A number that is
+    NaN or infinite becomes `null`.
     """
     # Trackers show `eval_loss` as `eval/loss`, and so do the files.
     entry = {f"eval/{key[5:]}" if key.startswith("eval_") else key: value for key, value in entry.items()}
@@ -119,8 +121,10 @@ def append_metrics(output_dir: str | Path, entry: Mapping[str, Any]) -> None:
     }
     metrics = {key: value for key, value in entry.items() if key not in seconds}
     for name, values in ((METRICS, metrics), (TIMES, {"step": entry["step"]} | seconds)):
+        unknown = [key for key, value in values.items() if isinstance(value, float) and not isfinite(value)]
         with Path(output_dir, name).open("a") as file:
-            file.write(json.dumps(values) + "\n")
+            # JSON has neither NaN nor infinity.
+            file.write(json.dumps(values | dict.fromkeys(unknown), allow_nan=False) + "\n")
 
 
 class Records(TrainerCallback):

@@ -49,7 +49,7 @@ COUPLE_MEMBERS = (
     ("sync_ref_model", False, "it would move the reference, which is the frozen base that all members share"),
     ("router_aux_loss_coef", 0.0, "the load of the experts is balanced over all members' tokens"),
     ("ds3_gather_for_generation", True, "routed layers need the whole base while members generate"),
-    ("ddp_static_graph", None, "the layers that a step uses depend on its rows"),
+    ("ddp_static_graph", None, "which micro-batches a step computes depends on its rows"),
     ("off_policy_mask_threshold", None, "whether it drops a row depends on the sign of the row's advantage"),
 )
 
