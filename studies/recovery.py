@@ -2,7 +2,7 @@
 How many updates does a child need until it is paid what its parent is? (R4 of docs/paper.md)
 
     python studies/as_printed.py --variants default      # the parents: five runs of 60 steps on the embedded base
-    python studies/recovery.py                           # then 23 steps a seed, some 12 minutes of one core
+    python studies/recovery.py                           # then 23 steps a seed, some 15 minutes of one core
     python studies/recovery.py --seeds 0 --output runs/one
 
 From the population that a run has left come, for each role, the best and the second best member by rating. A new run
