@@ -142,7 +142,7 @@ def leave(self, text, references):
         (
             "parse_attempt",
             hang_on_long_text,
-            "`hang_on_long_text` raised TimeoutError .*, got more than 1 seconds, for '",
+            "`hang_on_long_text` raised TooSlow .*, got more than 1 seconds, for '",
         ),
         ("parse_attempt", lambda *_: "24", "`parse_attempt` must return Attempt, got '24'"),
         ("correct", lambda *_: 1, "`correct` must return bool, got 1"),

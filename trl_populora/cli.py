@@ -324,6 +324,8 @@ def crossplay(arguments: Sequence[str]) -> None:
     rows = [read_task(row, f"row {n}") for n, row in enumerate(read_tasks(options.tasks) or ())]
     with assemble(options.runs, task_kinds=options.task_kinds, seed=options.seed) as contest:
         check_outputs({"tasks": rows}, contest.referee, contest.player)
+        if not contest.teachers and not rows:
+            raise ValueError(f"No teacher in {', '.join(options.runs)}: give the students `--tasks`.")
         payoff = contest.play(options.proposals, options.attempts, options.seed)
         if options.tasks is not None:
             # An archive of the tasks is made, because it drops duplicates.

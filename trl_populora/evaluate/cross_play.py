@@ -490,16 +490,19 @@ def write_payoff(payoff: Payoff, directory: str | Path) -> Path:
     # rich belongs to the extra `report`. The JSON file is written even where rich is missing.
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    size = choose_payoff_size(payoff.teachers, payoff.students)
-    save_picture(path.with_suffix(".png"), size, draw_payoff, payoff.solved, payoff.teachers, payoff.students)
+    if payoff.teachers:
+        size = choose_payoff_size(payoff.teachers, payoff.students)
+        save_picture(path.with_suffix(".png"), size, draw_payoff, payoff.solved, payoff.teachers, payoff.students)
     table = Table(title="Attempts solved at fresh tasks", caption="rows: teachers, columns: students")
     for column in ("teacher", "valid", *payoff.students, "mean"):
-        table.add_column(column, justify="left" if column == "teacher" else "right")
+        table.add_column(Text(column), justify="left" if column == "teacher" else "right")  # a `str` would be markup
     for name, valid, row, mean in zip(payoff.teachers, payoff.valid, payoff.solved, payoff.by_teacher, strict=True):
-        table.add_row(name, *(format_percent(value) for value in (valid, *row, mean)))
+        table.add_row(Text(name), *(format_percent(value) for value in (valid, *row, mean)))
     table.add_section()
-    table.add_row("mean", "", *map(format_percent, payoff.by_student), "")
+    if payoff.teachers:
+        table.add_row("mean", "", *map(format_percent, payoff.by_student), "")
     if payoff.given:
         table.add_row("given tasks", "", *(format_percent(payoff.given[name]) for name in payoff.students), "")
     Console(width=max(120, 24 + 14 * len(payoff.students))).print(table)

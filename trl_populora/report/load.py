@@ -103,8 +103,8 @@ class Run:
     def members(self, role: str) -> list[str]:
         """Lists the names of a role's members, sorted by number. All members of a dataset run are students."""
         if not self.game:
-            keys = [key for entry in self.history for key in entry if key.count("/") == 2 and key.endswith("/reward")]
-            return sorted({key.split("/")[1] for key in keys}, key=_order_name) if role == "student" else []
+            found = {re.fullmatch(r"member/([^/]+)/reward", key) for entry in self.history for key in entry}
+            return sorted({each[1] for each in found if each}, key=_order_name) if role == "student" else []
         names = {key.split("/")[1] for key in self.latest if key.startswith(f"member/{role}_")}
         return sorted(names, key=_order_name)
 
@@ -121,8 +121,11 @@ class Run:
 
     @property
     def planned(self) -> int | None:
-        """Steps that the run is set to make (`max_steps`); `None` if it has not written its settings."""
-        return self.population.get("settings", {}).get("max_steps")
+        """
+        Steps that the run is set to make (`max_steps`); `None` if epochs decide, or if it has not written its settings.
+        """
+        steps = self.population.get("settings", {}).get("max_steps")
+        return steps if steps and steps > 0 else None
 
     @property
     def finished(self) -> bool:
@@ -138,19 +141,23 @@ class Run:
             (entry.get("step_time") or 0.0) * (entry["step"] - earlier)
             for entry, earlier in zip(self.history, before, strict=False)
         )
-        return steps, sum(entry.get("eval/runtime") or 0.0 for entry in self.evaluations)
+        took = [
+            entry[key]
+            for entry in self.evaluations
+            for key in entry
+            if key.startswith("eval/") and key.endswith("runtime") and not is_of_function(key)
+        ]
+        return steps, sum(filter(None, took))
 
     @property
     def tables(self) -> list[str]:
         """
         How the keys of each table of `eval_dataset` begin: `["eval/"]` for one table without a name,
-        `["eval/easy_", "eval/hard_"]` for the tables `easy` and `hard`.
+        `["eval/easy_", "eval/hard_"]` for the tables `easy` and `hard`, in the order in which they were given.
         """
-        keys, end = (
-            {key for entry in self.evaluations for key in entry},
-            "solve_rate_mean" if self.game else "reward_best",
-        )
-        return sorted(key.removesuffix(end) for key in keys if key.endswith(end) and not is_of_function(key))
+        keys = dict.fromkeys(key for entry in self.evaluations for key in entry)  # a set would lose the order
+        end = "solve_rate_mean" if self.game else "reward_best"
+        return [key.removesuffix(end) for key in keys if key.endswith(end) and not is_of_function(key)]
 
     @property
     def held_out_kinds(self) -> list[str]:
@@ -227,26 +234,35 @@ def load_history(run: str | Path) -> list[dict[str, Any]]:
     entries = _read_checked(root / METRICS)
     if not entries:
         raise ValueError(f"{root} holds no {METRICS}. Name a run's directory; a run in its first step has none yet.")
-    history = _merge_by_step(entry for entry in entries if classify_log(entry) == STEP)
+    history = _merge_by_step((entry for entry in entries if classify_log(entry) == STEP), last=True)
     times = {e["step"]: e for e in _read_checked(root / TIMES) if classify_log(e) != EVALUATION}
     return [entry | times.get(entry["step"], {}) for entry in history]
 
 
 def load_evaluations(run: str | Path) -> list[dict[str, Any]]:
-    """Reads metrics and seconds of each evaluation on `eval_dataset`, oldest first; empty without evaluations."""
+    """
+    Reads metrics and seconds of each evaluation on `eval_dataset`, oldest first; empty without evaluations. Of several
+    at one step the first counts: a later one is a call of `evaluate()`, perhaps with other tasks.
+    """
     figures, seconds = (
-        _merge_by_step(entry for entry in _read_checked(Path(run, name)) if classify_log(entry) == EVALUATION)
+        _merge_by_step(
+            (entry for entry in _read_checked(Path(run, name)) if classify_log(entry) == EVALUATION), last=False
+        )
         for name in (METRICS, TIMES)
     )
     took = {entry["step"]: entry for entry in seconds}
     return [took.get(entry["step"], {}) | entry for entry in figures]
 
 
-def _merge_by_step(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Makes one entry per step, oldest first. If a step was logged several times, its entry has the keys of all."""
+def _merge_by_step(entries: Iterable[dict[str, Any]], last: bool) -> list[dict[str, Any]]:
+    """
+    Makes one entry per step, oldest first. If a step was logged several times, its entry has the keys of all; a key
+    that several have is that of the last one, or of the first.
+    """
     by_step: dict[int, dict[str, Any]] = {}
     for entry in entries:
-        by_step[entry["step"]] = by_step.get(entry["step"], {}) | entry
+        known = by_step.setdefault(entry["step"], {})
+        known |= entry if last else {key: value for key, value in entry.items() if key not in known}
     return [by_step[step] for step in sorted(by_step)]
 
 

@@ -311,15 +311,16 @@ def _write_change_table(header: Sequence[str], rows: Sequence[Change]) -> str:
 
 def _write_members(run: Run) -> str:
     """Writes the table of members."""
-    # Names and newest ratings come from the metrics, because `population.json` may not be written yet. The metrics
-    # name seats. A seat may be empty, or have another name than the member in it.
+    # Where `population.json` is not written yet or older, names and newest figures come from the metrics. The metrics
+    # name seats. A seat may be empty, or have another name than the member in it, whose predecessor they tell of.
+    fresh = run.population.get("step", -1) >= run.step
     known = {member.get("seat", member["name"]): member for member in run.population.get("members", [])}
     figures = ("mu", "sigma") if run.game else ("mu", "sigma", "reward")
     members = [
         {"name": seat}
         | known.get(seat, {})
         | {"role": role}
-        | {key: run.latest.get(f"member/{seat}/{key}") for key in figures}
+        | ({} if fresh and seat in known else {key: run.latest.get(f"member/{seat}/{key}") for key in figures})
         for role in ("teacher", "student")
         for seat in run.members(role)
         if seat in known or not known

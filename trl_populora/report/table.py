@@ -80,9 +80,25 @@ class Change:
 
 
 def take_fifths(run: Run) -> tuple[list[dict], list[dict]]:
-    """Takes the first and the last fifth of a run's logged steps, at least one step each; empty below two steps."""
+    """
+    Takes the first and the last fifth of a run's logged steps, at least one step each; empty below two steps. If
+    members came or left, the steps' `reward` is the mean of those alone that stayed: the mean of all would change
+    although nobody does.
+    """
     size = max(1, len(run.history) // 5)
-    return (run.history[:size], run.history[-size:]) if len(run.history) > 1 else ([], [])
+    if len(run.history) < 2:
+        return [], []
+    first, last = run.history[:size], run.history[-size:]
+    moved = {event["seat"] for event in run.lineage if event["operator"] in ("join", "leave")}
+    if not moved:
+        return first, last
+    stayed = [name for name in run.members("student") if name not in moved]
+
+    def among_stayed(entry: dict) -> dict:
+        known = [entry[key] for name in stayed if entry.get(key := f"member/{name}/reward") is not None]
+        return entry | {"reward": fmean(known) if known else None}
+
+    return list(map(among_stayed, first)), list(map(among_stayed, last))
 
 
 def compare_fifths(run: Run) -> list[Change]:
@@ -381,9 +397,10 @@ def print_population(run: str | Path) -> None:
             # rich would read `[...]` in a `str` as markup. A `Text` is shown unchanged.
             table.add_row(*map(Text, row))
         table.add_section()
-    console = Console()
-    # For a file or a log rich assumes 80 columns and would cut the names of two parents.
-    (console if console.is_terminal else Console(width=120)).print(table)
+    # rich would cut cells in a narrow terminal, and assumes 80 columns for a file or a log.
+    console, needed = Console(), Console(width=10_000).measure(table).maximum
+    fits = console.is_terminal and needed <= console.width
+    (console if fits else Console(width=max(120, needed))).print(table)
     if best:
         sys.stdout.write(f"{best}\n")
 
