@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from trl_populora.sandbox.values import encode
+from trl_populora.tasks import make_task
 from trl_populora.tasks.archive import TaskArchive, load_archive, load_seed_tasks, save_archive
 from trl_populora.tasks.dataset import read_tasks
 from trl_populora.tasks.kind import Task
@@ -377,3 +378,11 @@ class ArchiveMachine(RuleBasedStateMachine):
 
 TestArchiveMachine = ArchiveMachine.TestCase
 TestArchiveMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.parametrize("condition", ["300 in b'abc'", "-1 in b''", "1 < 'a'"])
+def test_a_condition_that_cannot_be_computed_is_left_undecided(condition):
+    program = f"def f(x):\n    if x > 9:\n        if {condition}:\n            return 0\n    return x + 1"
+    archive = TaskArchive()
+    assert archive.add(make_task("code_o", program, [(1,)]))
+    assert not archive.add(make_task("code_o", program.replace("x", "y"), [(1,)]))

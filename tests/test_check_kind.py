@@ -102,6 +102,13 @@ def hang_on_long_text(self, text, task):
     return Attempt(False, "")
 
 
+def hang_and_catch(self, text, task):
+    try:
+        return hang_on_long_text(self, text, task)
+    except Exception:
+        return Attempt(False, "", Reject.FORMAT.value)
+
+
 def leave(self, text, references):
     raise SystemExit
 
@@ -143,6 +150,11 @@ def leave(self, text, references):
             "parse_attempt",
             hang_on_long_text,
             "`hang_on_long_text` raised TooSlow .*, got more than 1 seconds, for '",
+        ),
+        (
+            "parse_attempt",
+            hang_and_catch,
+            "`hang_and_catch` raised TooSlow .*, got more than 1 seconds, for '",
         ),
         ("parse_attempt", lambda *_: "24", "`parse_attempt` must return Attempt, got '24'"),
         ("correct", lambda *_: 1, "`correct` must return bool, got 1"),
@@ -203,3 +215,8 @@ def test_a_class_that_is_no_kind_is_told_in_one_line(tmp_path, monkeypatch, body
         cli.main(["check-kind", f"{name}:K"])
     with pytest.raises(SystemExit, match=r"No module named 'nowhere'.*needs its folder in `PYTHONPATH`"):
         cli.main(["check-kind", "nowhere:K"])
+
+
+def test_the_problems_of_a_kind_without_a_file_are_told():
+    kind = type("Own", (Arithmetic,), {"check": lambda *_: "job", "__module__": "of_a_notebook"})()
+    assert any("`check` must return" in problem for problem in check_kind(kind, SEEDS[:2]))

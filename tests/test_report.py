@@ -19,7 +19,7 @@ from matplotlib.text import Text
 
 from tests.unfinished import as_it_was
 from trl_populora import cli
-from trl_populora.evaluate.cross_play import choose_payoff_size
+from trl_populora.evaluate.cross_play import Payoff, choose_payoff_size, write_payoff
 from trl_populora.report import plots
 from trl_populora.report.charts import (
     COLORS,
@@ -38,11 +38,11 @@ from trl_populora.report.charts import (
     smooth,
 )
 from trl_populora.report.load import Run, load_history, load_run, load_samples
-from trl_populora.report.page import build_page, write_report
+from trl_populora.report.page import _write_members, build_page, write_report
 from trl_populora.report.plots import PLOTS as ALL_PLOTS
 from trl_populora.report.plots import plot_run
-from trl_populora.report.table import compare_fifths
-from trl_populora.run.read import read_lines
+from trl_populora.report.table import compare_fifths, print_population
+from trl_populora.run.read import ANSWERED, read_lines
 from trl_populora.tasks import Reject
 
 
@@ -203,6 +203,32 @@ class TestReading:
     def test_a_step_that_was_evaluated_keeps_its_times(self, finished):
         assert [entry["step"] for entry in load_run(finished).evaluations] == [0, 2, 4]
         assert all(entry["time/propose"] > 0 for entry in load_history(finished))
+
+    def test_an_evaluation_on_other_tasks_after_training_does_not_replace_the_runs_own(self, finished, tmp_path):
+        run = shutil.copytree(finished, tmp_path / "run")
+        last = load_run(run).evaluations[-1]
+        later = {"step": last["step"], "eval/solve_rate_mean": 1.0, "eval/other_figure": 2.0}
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(later) + "\n")
+        assert load_run(run).evaluations[-1] == last | {"eval/other_figure": 2.0}
+
+    def test_tables_come_in_the_order_in_which_they_were_given(self):
+        rates = {"eval/main_solve_rate_mean": 0.6, "eval/extra_solve_rate_mean": 0.2}
+        assert Run("r", [], evaluations=[{"step": 0} | rates]).tables == ["eval/main_", "eval/extra_"]
+
+    def test_all_tables_of_a_dataset_run_count_in_its_seconds(self):
+        took = {"eval/easy_runtime": 2.0, "eval/hard_runtime": 3.0, "eval/member/a/rewards/code_runtime": 7.0}
+        assert Run("r", [{"step": 1, "step_time": 4.0}], evaluations=[{"step": 1} | took]).seconds == (4.0, 5.0)
+
+    def test_a_metric_that_ends_in_reward_makes_no_member(self):
+        entry = {"step": 1, "answers": 1.0, "member/a/reward": 0.5, "env/maze/reward": 0.1}
+        run = Run("r", [entry | {ANSWERED: 1.0}])
+        assert run.members("student") == ["a"]
+
+    def test_a_run_that_ends_by_epochs_has_no_planned_steps(self):
+        run = Run("r", [{"step": 1}], population={"settings": {"max_steps": -1}})
+        assert run.planned is None
+        assert not run.finished
 
     def test_a_directory_that_is_no_run(self, tmp_path):
         with pytest.raises(ValueError, match="holds no metrics.jsonl"):
@@ -428,3 +454,39 @@ def test_a_downloaded_population_is_called_by_its_name(finished, hub, tmp_path, 
     monkeypatch.chdir(tmp_path)
     cli.main(["report", "me/pushed"])
     assert "<h1>me/pushed</h1>" in (tmp_path / "pushed" / "report.html").read_text()
+
+
+def test_a_cross_play_without_teachers_and_with_odd_names_is_told(tmp_path, capsys):
+    students = ["lr[low] student_0", "lr[/b] student_0"]
+    payoff = Payoff([], students, [], [], given=dict.fromkeys(students, 0.5))
+    write_payoff(payoff, tmp_path)
+    told = capsys.readouterr().out
+    assert all(name.split()[0] in told for name in students)
+    assert "50" in told
+    assert not (tmp_path / "crossplay.png").exists()
+    write_payoff(Payoff(["lr[low] teacher_0"], students, [1.0], [[0.25, 0.75]]), tmp_path)
+    assert "lr[low] teacher_0" in capsys.readouterr().out
+
+
+def test_the_table_of_members_is_not_cut_where_it_is_wider_than_the_output(finished, tmp_path, capsys):
+    name = "student_" + "x" * 150
+    saved = (finished / "population.json").read_text()
+    (tmp_path / "population.json").write_text(saved.replace("student_0", name))
+    print_population(tmp_path)
+    told = capsys.readouterr().out
+    assert "…" not in told
+    assert name in told
+
+
+def test_a_newcomer_is_not_told_with_the_figures_of_whose_seat_it_has():
+    entry = {"step": 5, ANSWERED: 1.0, "member/student_0/reward": 6.125, "member/student_0/mu": 33.25}
+    entry["member/student_0/sigma"] = 4.0
+    member = {"name": "zed", "seat": "student_0", "role": "student", "mu": 26.5, "sigma": 5.5, "version": 0}
+    member |= {"born": 5, "operator": "join", "parents": [], "reward": None}
+    shared = {"member_prompts": "shared"}
+    for step, shown in ((5, "26.5"), (4, "33.2")):
+        run = Run("r", [entry], population={"step": step, "members": [member], "settings": shared})
+        table = visible_text(_write_members(run))
+        assert "zed" in table
+        assert shown in table
+        assert ("6.125" in table) == (step == 4)

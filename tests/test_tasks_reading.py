@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import signal
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -102,3 +104,19 @@ def test_a_refusal_says_what_is_missing(name):
     kind.reading = "tolerant"
     detail = kind.parse_proposal("I would rather not.", [Task("code_o", DOUBLE, (encode((1,)),), (encode(2),))]).detail
     assert re.fullmatch(r"there is no ```(python|inputs) block", detail)
+
+
+@pytest.mark.parametrize("line", ["~" * 20_000 + "`", " " * 20_000 + "~~", "```" + "a" * 20_000 + "`", "'`" * 10_000])
+def test_a_line_of_one_sign_does_not_hang_the_reader(line):
+    def ring(*_):
+        pytest.fail("reading takes more than 10 seconds")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(10)
+    try:
+        for text in (line, f"```output\n{line}\n```"):
+            with suppress(FormatError):
+                find_blocks(text, ("output",))
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

@@ -225,3 +225,17 @@ def test_page_and_picture_and_terminal_say_it(finished, tmp_path):
     done = subprocess.run(command + small, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "Cannot be told: 1 of the 10 steps that a verdict needs are logged." in done.stdout
+
+
+@pytest.mark.parametrize(("operator", "reward"), [("leave", 0.1), ("join", 0.9)])
+def test_members_that_come_or_leave_make_no_gain(operator, reward):
+    """The mean over those who are present changes although nobody learns."""
+    run = prompts(0.5, 0.5)
+    early = operator == "leave"
+    for entry in run.history:
+        stays = entry["reward"]
+        if (entry["step"] <= STEPS // 2) == early:
+            entry |= {"member/b/reward": reward, "reward": (stays + reward) / 2}
+    assert judge(run).word == "learning"
+    run.lineage.append({"step": STEPS // 2, "operator": operator, "seat": "b", "child": None, "replaced": None})
+    assert judge(run).word == "flat"

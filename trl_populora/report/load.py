@@ -121,9 +121,7 @@ class Run:
 
     @property
     def planned(self) -> int | None:
-        """
-        Steps that the run is set to make (`max_steps`); `None` if epochs decide, or if it has not written its settings.
-        """
+        """Steps that the run is set to make (`max_steps`); `None` if epochs decide, or without settings so far."""
         steps = self.population.get("settings", {}).get("max_steps")
         return steps if steps and steps > 0 else None
 

@@ -390,7 +390,7 @@ def _decide(test: ast.expr) -> bool | None:
     """
     # Safe to evaluate: `_DECIDED` has no names, calls or powers, so this is quick and has no effects.
     if all(isinstance(node, _DECIDED) for node in ast.walk(test)):
-        with suppress(TypeError):  # as `1 < "a"` raises
+        with suppress(TypeError, ValueError):  # as `1 < "a"` raises, and `300 in b"a"`
             return bool(eval(compile(ast.Expression(test), "<unknown>", "eval")))
     return None
 

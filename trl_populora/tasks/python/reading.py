@@ -134,8 +134,9 @@ _VALUES = {*ALIASES["input"], *ALIASES["output"]}
 # The name given to a nameless block that is never taken for a wanted one, see above.
 _UNSURE = "(unsure)"
 
-_MARKS = "(`{3,}|~{3,})"
-_OPENING = re.compile(rf"([ \t]*){_MARKS}[ \t]*([^\s`]*)([^`]*)")
+_MARKS = "(`{3,}+|~{3,}+)"
+# Possessive: with plain quantifiers a line of many tildes and one backtick takes cubic time.
+_OPENING = re.compile(rf"([ \t]*+){_MARKS}[ \t]*+([^\s`]*+)([^`]*)")
 _ATTRIBUTES = re.compile(r"\s*(\{.*|[\w-]+=.*)?")
 # Backticks within a string belong to the value.
 _BEHIND_VALUE = re.compile(rf"""((?:[^'"`~]|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")+){_MARKS}.*""")
