@@ -58,16 +58,24 @@ def test_students_of_one_interval_are_compared_with_each_other():
     assert within == pytest.approx(-1)
 
 
-def test_the_page_tells_the_correlations_of_the_kept_run():
+def test_the_page_tells_the_correlations_of_the_kept_runs():
     folder = Path(likelihood.__file__).parent
     found = json.loads((folder / "tiny" / "likelihood.json").read_text())
-    _, (*_, block, _), _, _, (*_, whole, _), (*_, halves, _), _ = likelihood.compare(found)
     page = (folder / "README.md").read_text()
-    assert f"correlates by {whole} with the gain in the sampled rate" in page
-    assert f"by {halves} with itself on the other half" in page
-    unsampled = {name: {"targets": own["targets"]} for name, own in found["75"].items()}
+    told = []
+    for seed in ("seed_0", "seed_1"):
+        _, (*_, block, _), _, _, (*_, whole, within), _, halves = likelihood.compare(found[seed])
+        told.append((whole, within, *halves[-2:]))
+        sure = [each[0] for each in found[seed]["0"]["base"]["targets"]]
+        assert sum(sure) / len(sure) > -0.01, "given the worked lines the base knows the block"
+        assert float(block) < 0.5, "so its gain says nothing"
+    (whole_0, within_0, *_), (whole_1, within_1, half, half_within) = told
+    assert f"correlate by {whole_0} and {whole_1}, among the students of one interval by {within_0} and {within_1}" in page
+    assert f"by {half} over steps of 5, among the students of one interval by {half_within}" in page
+
+
+def test_rates_of_one_step_alone_are_refused():
+    found = {step: {"student_0": {"targets": [[0.0, -1.0]] * 2}} for step in ("20", "75")}
+    found["75"]["student_0"]["rate"] = 0.5
     with pytest.raises(ValueError, match="save_total_limit"):
-        likelihood.compare({"0": found["0"], "20": unsampled})
-    sure = [each[0] for each in found["0"]["base"]["targets"]]
-    assert sum(sure) / len(sure) > -0.01, "given the worked lines the base knows the block"
-    assert float(block) < 0.5, "so its gain says nothing"
+        likelihood.compare(found)

@@ -1,0 +1,175 @@
+"""
+The race at equal rows: populations against one agent, each arm with as many sampled rows, paired by seed.
+
+    python studies/race.py --arms pooled agent_416 --seeds 0 1   # half an hour a run of one core
+    python studies/race.py --table_only                          # of all runs so far
+
+`tiny/race_plan.json` fixed arms, settings and seeds before the first run. A *row* is a completion that is sampled for
+training: a proposal, valid or not, or an attempt at a proposal, at a filler or at an archived task. Runs lie in
+`<output>/<arm>/seed_<n>`, use one thread, are saved every 20 steps and go on where they stopped when the command is
+given again; several commands can share the work. At its end a run's students, each and merged into one model, are
+judged on tasks that no screen has used. The figures of all runs are kept in `<output>/race.json`; with that file in a
+new `<output>`, its runs stand in the tables beside those made there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import beside_recipes  # noqa: F401
+import torch
+from arms_race_page import paired_table, spread
+from likelihood import TARGETS, write_targets
+from merging import read_students, write_merged
+from score_held_out import markdown
+from screen import HALF_KNOWN, KIND, draw_held_out, held_out_tasks, measure_steps, options_of, probe_tasks
+from tiny_headroom import train
+from tiny_scores import Scorer
+from tqdm import tqdm
+from transformers.trainer_utils import get_last_checkpoint
+
+from trl_populora.report.load import load_run
+from trl_populora.run.read import read_lines
+from trl_populora.sandbox import Sandbox
+from trl_populora.tasks import Task
+
+
+PLAN = json.loads((Path(__file__).resolve().parent / "tiny" / "race_plan.json").read_text())
+RESULTS, AGENT, ONE_MODEL = "race.json", "agent_416", "one model"
+
+
+def judged_tasks(count: int) -> list[Task]:
+    """Held-out tasks that neither an evaluation nor another study of this base asks."""
+    used = {task.task_id for task in [*held_out_tasks(), *draw_held_out("likelihood", TARGETS)]}
+    used |= {target.task.task_id for target in write_targets(TARGETS)}
+    fresh = [task for task in draw_held_out("race", 2 * count) if task.task_id not in used]
+    return fresh[:count]
+
+
+def judge(run: Path, way: str) -> dict[str, dict[str, float]]:
+    """
+    Shares of right answers to the judged tasks and to the probes: of each student, and of all merged; measured once.
+    A student gets a part of the attempts, so that all students together get as many as the merged model.
+    """
+    path = run / "judged.json"
+    if not path.exists():
+        checkpoint, rates = Path(get_last_checkpoint(str(run))), {}
+        students = read_students(checkpoint)
+        asked = {ONE_MODEL: [*students.values()]}
+        if len(students) > 1:
+            asked |= {name: [student] for name, student in students.items()}
+        with Sandbox() as sandbox:
+            for name, members in tqdm(asked.items(), desc=f"{run}: judge"):
+                with tempfile.TemporaryDirectory() as directory:
+                    write_merged(checkpoint, way, members, Path(directory))
+                    scorer = Scorer(Path(directory), sandbox)
+                attempts = PLAN["attempts"] // (1 if name == ONE_MODEL else len(students))
+                rates[name] = {
+                    "judged": rate(scorer, judged_tasks(PLAN["tasks"]), attempts),
+                    "probes": rate(scorer, probe_tasks(), max(1, attempts // 4)),
+                }
+        path.write_text(json.dumps(rates, indent=1) + "\n")
+    return json.loads(path.read_text())
+
+
+def rate(scorer: Scorer, tasks: Sequence[Task], attempts: int) -> float:
+    kind = scorer.kinds[KIND]
+    torch.manual_seed(0)
+    return float(scorer.grade(kind, tasks, scorer.attempts(kind, tasks, attempts), attempts).mean())
+
+
+def measure(run: Path, way: str) -> dict[str, Any]:
+    """The figures of a finished run."""
+    records = load_run(run)
+    refused = [not row["valid"] for row in records.rows if row["role"] == "teacher"]
+    return {
+        **measure_steps(run),
+        "commit": (run / "commit.txt").read_text(),
+        "rows": len(records.rows),
+        "tokens": records.history[-1]["num_tokens"],
+        "invalid": fmean(refused),
+        "core_seconds": round(sum(entry.get("step_time", 0.0) for entry in read_lines(run / "times.jsonl"))),
+        "judged": judge(run, way),
+    }
+
+
+def _students(figure: str) -> Callable[[Mapping[str, Any]], list[float]]:
+    def of(run: Mapping[str, Any]) -> list[float]:
+        each = [rates[figure] for name, rates in run["judged"].items() if name != ONE_MODEL]
+        return each or [run["judged"][ONE_MODEL][figure]]
+
+    return of
+
+
+COLUMNS: dict[str, Callable[[Mapping[str, Any]], float]] = {
+    "as one model": lambda run: run["judged"][ONE_MODEL]["judged"],
+    "students": lambda run: fmean(_students("judged")(run)),
+    "worst": lambda run: min(_students("judged")(run)),
+    "probes, as one model": lambda run: run["judged"][ONE_MODEL]["probes"],
+    "forgotten": lambda run: run["forgotten"],
+    "features, last 20": lambda run: run["features"][-1],
+    "new shapes, last 20": lambda run: run["new_shapes"][-1],
+    "live rows": lambda run: fmean(run["live"]),
+    "invalid": lambda run: run["invalid"],
+    "rows": lambda run: run["rows"],
+    "million tokens": lambda run: run["tokens"] / 1e6,
+    "minutes of one core": lambda run: run["core_seconds"] / 60,
+}
+COMPARED = {name: COLUMNS[name] for name in ("as one model", "students", "worst", "probes, as one model")}
+
+
+def gather(output: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    """Figures by arm and seed: those kept, and those of the finished runs that lie in `output`."""
+    path = output / RESULTS
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    for state in sorted(output.glob("*/seed_*/trainer_state.json")):
+        arm, seed = state.parts[-3], state.parts[-2].removeprefix("seed_")
+        if arm in PLAN["arms"]:
+            kept.setdefault(arm, {})[seed] = measure(state.parent, PLAN["arms"][arm]["merged"])
+    kept = {arm: dict(sorted(kept[arm].items(), key=lambda each: int(each[0]))) for arm in PLAN["arms"] if arm in kept}
+    path.write_text(json.dumps(kept, indent=1) + "\n")
+    return kept
+
+
+def table(kept: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[list[str]]:
+    """A row per arm: mean and standard deviation over its seeds."""
+    rows = [["arm", "seeds", *COLUMNS]]
+    for arm, runs in kept.items():
+        rows.append([arm, str(len(runs)), *(spread(map(column, runs.values())) for column in COLUMNS.values())])
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arms", nargs="+", default=[*PLAN["arms"]], choices=[*PLAN["arms"]], metavar="ARM")
+    parser.add_argument("--seeds", type=int, nargs="+", help="default: those of the plan")
+    parser.add_argument("--output", type=Path, default=Path("runs/race"))
+    parser.add_argument("--table_only", action="store_true", help="train nothing")
+    options, settings = parser.parse_known_args()
+    torch.set_num_threads(1)  # two threads beside any other process are slower than one
+    for arm in [] if options.table_only else options.arms:
+        plan = PLAN["arms"][arm]
+        for seed in options.seeds or plan["seeds"]:
+            run = options.output / arm / f"seed_{seed}"
+            if not (run / "trainer_state.json").exists():
+                run.mkdir(parents=True, exist_ok=True)
+                asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+                (run / "commit.txt").write_text(asked.stdout.strip())
+                steps = PLAN["rows"] // plan["rows_a_step"]
+                train(run, seed, False, [*options_of(plan["settings"], options.output, steps, HALF_KNOWN), *settings])
+            print(f"{run}: {json.dumps(judge(run, plan['merged']))}", flush=True)
+    kept = gather(options.output)
+    print(markdown(table(kept)))
+    if AGENT in kept:
+        print(markdown(paired_table(kept, AGENT, COMPARED)))
+
+
+if __name__ == "__main__":
+    main()

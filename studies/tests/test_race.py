@@ -1,0 +1,65 @@
+"""The race at equal rows: its plan, its tasks, and a small run that is judged and not made twice."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import race  # noqa: E402
+from likelihood import write_targets  # noqa: E402
+from merging import WAYS  # noqa: E402
+from screen import draw_held_out, held_out_tasks, options_of  # noqa: E402
+from tiny_headroom import parse  # noqa: E402
+
+
+@pytest.mark.parametrize("arm", race.PLAN["arms"])
+def test_every_arm_of_the_plan_has_as_many_rows(arm, tmp_path):
+    plan = race.PLAN["arms"][arm]
+    assert race.PLAN["rows"] % plan["rows_a_step"] == 0
+    assert plan["merged"] in WAYS
+    _, config, _ = parse(tmp_path, 5, options_of(plan["settings"], tmp_path, 1, race.HALF_KNOWN))
+    rows = config.per_device_train_batch_size * config.gradient_accumulation_steps
+    assert rows == plan["rows_a_step"]
+
+
+def test_the_judged_tasks_stand_in_no_screen():
+    tasks = race.judged_tasks(60)
+    assert len({task.task_id for task in tasks}) == 60
+    used = {task.task_id for task in [*held_out_tasks(), *draw_held_out("likelihood", 300)]}
+    used |= {target.task.task_id for target in write_targets(300)}
+    assert not used & {task.task_id for task in tasks}
+
+
+@pytest.mark.slow
+def test_a_run_is_judged_each_student_and_all_as_one_model_and_not_made_twice(tmp_path, monkeypatch, capsys):
+    plan = {"rows": 48, "tasks": 2, "attempts": 2, "arms": {}}
+    small = {"attempts_per_task": "2", "replay": "0", "max_completion_length": "48", "eval_steps": "100"}
+    for name, more in {
+        "pooled": {"pool_every": "1", "teacher_learning_rate": "5.0e-4", "proposals_per_teacher": "4"},
+        race.AGENT: {"single_agent": "true", "proposals_per_teacher": "8"},
+    }.items():
+        settings = {**small, "per_device_train_batch_size": "12", "evolve_every": "0", **more}
+        plan["arms"][name] = {"settings": settings, "rows_a_step": 24, "merged": "mean of factors", "seeds": [0]}
+    monkeypatch.setattr(race, "PLAN", plan)
+    monkeypatch.setattr(race, "probe_tasks", lambda: race.judged_tasks(1))
+    given = ["race.py", "--arms", *plan["arms"], "--output", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", given)
+    race.main()
+    kept = json.loads((tmp_path / race.RESULTS).read_text())
+    (pooled,), (agent,) = (kept[name].values() for name in plan["arms"])
+    assert [*pooled["judged"]] == [race.ONE_MODEL, "student_0", "student_1"]
+    assert [*agent["judged"]] == [race.ONE_MODEL]
+    assert pooled["rows"] == agent["rows"] == plan["rows"]
+    assert all(0 <= rate <= 1 for each in pooled["judged"].values() for rate in each.values())
+    made = (tmp_path / "pooled" / "seed_0" / "metrics.jsonl").stat().st_mtime_ns
+    monkeypatch.setattr(sys, "argv", [*given, "--table_only"])
+    race.main()
+    assert (tmp_path / "pooled" / "seed_0" / "metrics.jsonl").stat().st_mtime_ns == made
+    assert json.loads((tmp_path / race.RESULTS).read_text()) == kept
+    assert "| as one model |" in capsys.readouterr().out
