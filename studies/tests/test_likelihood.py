@@ -70,7 +70,8 @@ def test_the_page_tells_the_correlations_of_the_kept_runs():
         assert sum(sure) / len(sure) > -0.01, "given the worked lines the base knows the block"
         assert float(block) < 0.5, "so its gain says nothing"
     (whole_0, within_0, *_), (whole_1, within_1, half, half_within) = told
-    assert f"correlate by {whole_0} and {whole_1}, among the students of one interval by {within_0} and {within_1}" in page
+    assert f"correlate by {whole_0} and {whole_1}, among the students of one interval by {within_0} and" in page
+    assert f"by {within_0} and {within_1}; two halves" in page
     assert f"by {half} over steps of 5, among the students of one interval by {half_within}" in page
 
 
