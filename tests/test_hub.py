@@ -376,6 +376,15 @@ class TestPushed:
         assert found == [".eval_results/somebody.yaml"]
         assert b"HumanEval" not in hub.repos["me/stale"]["README.md"]
 
+    @pytest.mark.usefixtures("two_plots")
+    def test_figures_of_earlier_weights_are_taken_off_by_the_trainers_own_push(self, hub, finished):
+        finished.args.hub_model_id, finished.hub_model_id = "me/ended", None
+        names = [".eval_results/populora_humaneval.yaml", ".eval_results/somebody.yaml"]
+        hub.repos["me/ended"] = dict.fromkeys(names, b"[]")
+        finished.push_to_hub()
+        found = [name for name in hub.repos["me/ended"] if name.startswith(".eval_results/")]
+        assert found == [".eval_results/somebody.yaml"]
+
     def test_what_a_checkpoint_keeps_for_resuming_stays_at_home(self, hub, finished, tmp_path):
         checkpoint = tmp_path / "checkpoint-3"
         shutil.copytree(finished.args.output_dir, checkpoint)
