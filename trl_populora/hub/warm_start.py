@@ -18,6 +18,7 @@ from trl_populora.hub.download import POPULATION, fetch
 from trl_populora.lora.checks import check_ordinary_adapter
 from trl_populora.lora.convert import fold_into
 from trl_populora.lora.members import read_member, unwrap_peft_model, write_member
+from trl_populora.options import read_sources
 from trl_populora.population.members import PRIOR_SIGMA, ROLES, Population
 from trl_populora.run.checkpoint import write_member_file
 from trl_populora.run.read import POPULATION_FILE
@@ -106,12 +107,12 @@ def _check_pooled(role: str, adapters: set[str]) -> None:
 
 def _parse_source(source: str | Sequence[str] | Mapping[str, str]) -> str | Sequence[str] | Mapping[str, str]:
     """Parses `warm_start`, which may be JSON text if it comes from a command line or a YAML file."""
-    if not (isinstance(source, str) and source.lstrip().startswith(("{", "["))):
-        return source
-    try:
-        return json.loads(source)
-    except ValueError as error:
-        raise ValueError(f"`warm_start` is no JSON: {error}, got {source!r}.") from error
+    if isinstance(source, str) and source.lstrip().startswith(("{", "[")):
+        try:
+            source = json.loads(source)
+        except ValueError as error:
+            raise ValueError(f"`warm_start` is no JSON: {error}, got {source!r}.") from error
+    return read_sources(source)
 
 
 def write_adapter(model: torch.nn.Module, name: str, root: Path, shape: Shape) -> None:
