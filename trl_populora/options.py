@@ -217,7 +217,7 @@ def _read_number(text: str) -> Any:
 
 def read_sources(source: object) -> str | list[str] | dict[str, str]:
     """
-    Reads `warm_start`: a directory or Hub name, a list of such, or a dictionary with one for a role. Makes paths texts.
+    Reads `warm_start`: a directory or Hub name, a list of such, or a dictionary with one for a role. Makes paths text.
 
     Raises:
         `ValueError`: If it is something else.
