@@ -39,7 +39,7 @@ def read_rows(source: str) -> list[dict[str, Any]]:
             text = answer.read().decode()
     else:
         text = Path(source).read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.splitlines()]
+    return [json.loads(line) for line in text.split("\n") if line.strip()]
 
 
 def proposals_of(row: dict[str, Any]) -> Iterator[Proposal | Refusal]:

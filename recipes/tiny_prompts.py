@@ -24,7 +24,7 @@ def right(completions, answer, **columns) -> list[float]:
         found = BLOCK.findall(message["content"])
         try:
             rewards.append(float(literal_eval(found[-1]) == literal_eval(wanted)) if found else -0.5)
-        except (SyntaxError, ValueError):
+        except (SyntaxError, TypeError, ValueError):  # TypeError: `{[1]}`
             rewards.append(-0.5)
     return rewards
 

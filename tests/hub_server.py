@@ -8,6 +8,7 @@ import json
 import re
 import socket
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlparse
@@ -34,6 +35,7 @@ class HubServer(ThreadingHTTPServer):
         messages (`list[str]`): Commit messages, in order.
         asked (`dict[str, dict]`): How each repository was asked for.
         dies_at (`str` or `None`): `"commit"` or `"lfs"`: the connection is closed there, without an answer.
+        delays (`list[float]`): Seconds that the next commits take, in the order in which they arrive.
     """
 
     daemon_threads = True
@@ -46,6 +48,7 @@ class HubServer(ThreadingHTTPServer):
         self.messages: list[str] = []
         self.asked: dict[str, dict[str, Any]] = {}
         self.dies_at: str | None = None
+        self.delays: list[float] = []
         self.url = f"http://127.0.0.1:{self.server_port}"
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -114,6 +117,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _commit(self, repo: str, body: bytes):
         if self.server.dies_at == "commit":
             return self._hang_up()
+        if self.server.delays:
+            time.sleep(self.server.delays.pop(0))
         lines = [json.loads(line) for line in body.splitlines()]
         files = self.server.repos[repo]
         for line in lines:

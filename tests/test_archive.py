@@ -322,6 +322,23 @@ def test_seed_tasks_are_read_from_a_file(tmp_path):
         load_seed_tasks(path)
 
 
+def test_a_line_of_a_seed_file_may_hold_any_other_line_separator(tmp_path):
+    path = tmp_path / "seeds.jsonl"
+    row = ROW | {"message": "one\u2028two\x85three"}
+    path.write_text(json.dumps(row, ensure_ascii=False) + "\n" + json.dumps(ROW), encoding="utf-8")
+    assert [task.message for task in load_seed_tasks(path)] == [row["message"], ROW.get("message", "")]
+    path.write_text(json.dumps(row, ensure_ascii=False) + "\n{", encoding="utf-8")
+    with pytest.raises(ValueError, match="line 2 is no JSON"):
+        read_tasks(str(path))
+
+
+def test_a_seed_file_may_lie_under_a_name_that_looks_like_a_pattern(tmp_path):
+    path = tmp_path / "lr[1e-4]*" / "seeds.jsonl"
+    path.parent.mkdir()
+    path.write_text(json.dumps(ROW))
+    assert len(read_tasks(str(path))) == 1
+
+
 def test_cost_per_task_does_not_grow_with_the_archive():
     def seconds_per_task(archive, numbers, rng):
         tasks = [make(number) for number in numbers]

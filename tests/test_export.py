@@ -150,6 +150,12 @@ def test_the_best_student_is_exported_when_none_is_named(run, tmp_path):
     assert ours.read_bytes() == Path(theirs.parent, "members", "student_0", theirs.name).read_bytes()
 
 
+def test_a_directory_may_be_named_with_a_slash_at_its_end(run, tmp_path):
+    export_member(run.args.output_dir, f"{tmp_path}/out/", MEMBER)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert Path(tmp_path, "out", "adapter_config.json").exists()
+
+
 def test_what_cannot_be_exported_is_refused_and_leaves_nothing(run, tmp_path):
     with pytest.raises(ValueError, match=r"has no member 'student_7'; there are teacher_0, teacher_1, student_0"):
         export_member(run.args.output_dir, tmp_path / "out", "student_7")

@@ -22,10 +22,11 @@ from tests.hub_server import HubServer
 from tests.populora_run import make_trainer
 from tests.recipe_runs import RECIPES
 from tests.without_extras import without_extras
+from trl_populora import PopuLoRAConfig
 from trl_populora.assets import tiny_base_path
 from trl_populora.hub.card import PICTURES, _name_size, write_card
 from trl_populora.hub.download import fetch
-from trl_populora.hub.push import make_stage, push_archive, push_run, push_space
+from trl_populora.hub.push import Uploads, make_stage, push_archive, push_run, push_space
 from trl_populora.lora.checks import check_is_base
 from trl_populora.lora.members import read_member
 from trl_populora.population.members import Population
@@ -375,6 +376,15 @@ class TestPushed:
         assert found == [".eval_results/somebody.yaml"]
         assert b"HumanEval" not in hub.repos["me/stale"]["README.md"]
 
+    @pytest.mark.usefixtures("two_plots")
+    def test_figures_of_earlier_weights_are_taken_off_by_the_trainers_own_push(self, hub, finished):
+        finished.args.hub_model_id, finished.hub_model_id = "me/ended", None
+        names = [".eval_results/populora_humaneval.yaml", ".eval_results/somebody.yaml"]
+        hub.repos["me/ended"] = dict.fromkeys(names, b"[]")
+        finished.push_to_hub()
+        found = [name for name in hub.repos["me/ended"] if name.startswith(".eval_results/")]
+        assert found == [".eval_results/somebody.yaml"]
+
     def test_what_a_checkpoint_keeps_for_resuming_stays_at_home(self, hub, finished, tmp_path):
         checkpoint = tmp_path / "checkpoint-3"
         shutil.copytree(finished.args.output_dir, checkpoint)
@@ -427,6 +437,22 @@ class TestWhileTraining:
         assert contents(checkpoint) == before
         assert (stage / "README.md").read_text() == "a card that the user has edited\n"
         assert (stage / "lineage.jsonl").samefile(checkpoint / "lineage.jsonl")
+
+    @pytest.mark.usefixtures("two_plots")
+    def test_the_newest_checkpoint_is_uploaded_last(self, hub, finished, tmp_path):
+        run = tmp_path / "run"
+        huggingface_hub.HfApi().create_repo("me/ordered")
+        uploads = Uploads(PopuLoRAConfig(str(run), hub_strategy="every_save", hub_always_push=True))
+        hub.delays = [1.0]
+        for step in (1, 2):
+            checkpoint = run / f"checkpoint-{step}"
+            shutil.copytree(finished.args.output_dir, checkpoint)
+            (checkpoint / "step.txt").write_text(str(step))
+            assert uploads.are_due
+            uploads.start(checkpoint, "me/ordered", step)
+        uploads.finish("me/ordered")
+        assert hub.messages == [f"Training in progress, step {step}" for step in (1, 2)]
+        assert hub.repos["me/ordered"]["step.txt"] == b"2"
 
     @pytest.mark.usefixtures("two_plots")
     def test_a_failed_push_does_not_stop_training_but_is_told(self, hub, base, tmp_path, caplog):

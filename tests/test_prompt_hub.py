@@ -146,6 +146,23 @@ class TestWarmStart:
             assert (member.mu, member.parents) == (source.mu, (source.identity,))
         trainer.train()
 
+    @pytest.mark.parametrize("by", ["reward on eval_dataset", "reward"])
+    def test_the_best_are_those_by_the_figure_that_made_the_best_student(self, run, random_base, tmp_path, by):
+        path = Path(run, "population.json")
+        saved = json.loads(path.read_text())
+        names = [member["name"] for member in saved["members"]]
+        figures = dict(zip(names, (None, 0.25, 0.5), strict=True))
+        for place, member in enumerate(saved["members"]):
+            value, evaluates = figures[member["name"]], by != "reward"
+            # With own prompts all ratings are equal. With an evaluation they may rank the members the other way round.
+            member |= {"mu": 25.0 - place * evaluates, "reward": None if evaluates else value}
+            member |= {"eval_reward": value, "eval_step": saved["step"]} if evaluates else {"eval_reward": None}
+        saved["settings"]["member_prompts"] = "own" if by == "reward" else "shared"
+        path.write_text(json.dumps(saved | {"best_student": names[2], "best_student_by": by}))
+        trainer = make_trainer(random_base, str(tmp_path / "on"), SETTINGS | {"students": 4, "warm_start": run})
+        parents = [member.parents[0].partition("@")[0] for member in trainer.population]
+        assert parents == [names[2], names[1], names[0], names[2]]
+
     @pytest.mark.parametrize("ranks", [(2, 4), (4, 2)])
     def test_members_of_unequal_rank_start_from_those_that_fit(self, random_base, tmp_path, ranks):
         def build(output_dir, **options):

@@ -84,6 +84,8 @@ def test_code_f_is_shown_as_many_inputs_as_it_is_asked_for_of_examples_that_have
     assert len(example.inputs) > 3
     constant = replace(example, outputs=(example.outputs[0],) * 3 + example.outputs[3:])
     assert kind.write_proposal(constant) == "", "these three alone would be refused"
+    for message in ("", " \n"):
+        assert kind.write_proposal(replace(example, message=message)) == "", "a proposal needs a message"
 
 
 @pytest.mark.parametrize("count", [4, 10], ids=["as `populora try` asks", "as a run asks"])

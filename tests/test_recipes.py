@@ -469,3 +469,11 @@ def test_quick_start_leaves_what_the_readme_lists(tmp_path):
     rows = load_dataset("parquet", data_files=str(run / "rollouts" / "*.parquet"), split="train", cache_dir=tmp_path)
     assert len(rows) == 2 * 2 * 4 * (1 + 2)
     assert all(row["reject_reason"] for row in rows if row["role"] == "teacher" and not row["valid"])
+
+
+@pytest.mark.parametrize("answer", ["{[1]}", "1 +", "x"])
+def test_the_reward_of_the_tiny_prompts_takes_any_answer(answer):
+    from tiny_prompts import right
+
+    said = [[{"content": f"```output\n{text}\n```"}] for text in ("3", "4", answer)]
+    assert right(said, ["3"] * 3) == [1.0, 0.0, -0.5]

@@ -139,6 +139,13 @@ def test_a_hint_in_words_is_no_leak(message):
     assert not contains_program(message, PROGRAM)
 
 
+@pytest.mark.parametrize("end", ["\r", "\r\n"])
+def test_a_body_is_found_whatever_ends_its_lines(end):
+    program = PROGRAM.replace("\n", end)
+    assert contains_program("y = x + 1 return y * 2", program)
+    assert not contains_program("adds one, then doubles", program)
+
+
 def test_a_one_line_body_counts_as_the_program():
     assert contains_program("simply return x+1", "def f(x): return x + 1")
     assert not contains_program("adds one to x", "def f(x): return x + 1")

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.adapter_models import make_base, make_config, make_rows, token_logps
 from tests.small_run import small_trainer
+from trl_populora import PopuLoRAConfig
 from trl_populora.hub.warm_start import warm_start
 from trl_populora.lora.layers import Router, add_members, routed_layers
 from trl_populora.lora.members import adds_nothing, read_member
@@ -178,6 +179,23 @@ def test_a_run_starts_from_an_adapter_that_its_settings_name(random_base, seed_t
     )
     trainer.close()
     assert [adds_nothing(trainer.model, name) for name in trainer.population.adapters] == [False, False, True, True]
+
+
+def test_a_source_may_be_a_path_and_is_saved_as_text():
+    model, _, population, shape = members()
+    first, second = Path("runs", "one"), Path("runs", "two")
+    for source, text in (
+        (first, "runs/one"),
+        ({"student": first}, {"student": "runs/one"}),
+        ([first, str(second)], ["runs/one", "runs/two"]),
+        (None, None),
+    ):
+        assert PopuLoRAConfig("unused", warm_start=source).warm_start == text
+    for source in ({"student": ["a", "b"]}, {"student": None}, ["a", 1], 3):
+        with pytest.raises(ValueError, match="`warm_start` must name directories or Hub names, got"):
+            PopuLoRAConfig("unused", warm_start=source)
+    with pytest.raises(ValueError, match="`warm_start` must name directories or Hub names, got"):
+        warm_start('{"student": null}', model, population, shape)
 
 
 @pytest.mark.parametrize(("revision", "told"), [("v1", 0), ("v2", 1), (None, 1)])

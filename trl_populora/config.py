@@ -33,7 +33,15 @@ from peft import LoraConfig
 from trl import GRPOConfig, ModelConfig, get_peft_config
 
 from trl_populora.files import drop_secrets
-from trl_populora.options import OneOrMore, check_bounds, check_choices, check_numbers, find_function, read_list
+from trl_populora.options import (
+    OneOrMore,
+    check_bounds,
+    check_choices,
+    check_numbers,
+    find_function,
+    read_list,
+    read_sources,
+)
 from trl_populora.population.evolution import Breeding, find_learning_roles
 from trl_populora.population.members import ROLES
 from trl_populora.population.pooling import POOLS, find_pooled_roles
@@ -372,6 +380,8 @@ class PopuLoRAConfig(GRPOConfig):
     own_metrics: list[str] | None = None
 
     def __post_init__(self):
+        if self.warm_start is not None:
+            self.warm_start = read_sources(self.warm_start)  # type: ignore[assignment]  # a list, too
         self._given = dict(vars(self))  # what `for_prompts` starts from
         # The options in which members differ, each with one value per member. The options themselves keep the first
         # member's value, because TRL reads one.

@@ -6,6 +6,7 @@ In the order of reading:
    called, the error names the option and what the function was given.
 2. An option that is a number, a number in bounds, or one of several choices.
 3. An option that has one value, or a list with one value for each member.
+4. `warm_start`, which names directories.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import importlib
 import math
 import operator
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from numbers import Integral, Real
@@ -211,3 +213,22 @@ def _read_number(text: str) -> Any:
         except ValueError:
             continue
     return text
+
+
+def read_sources(source: object) -> str | list[str] | dict[str, str]:
+    """
+    Reads `warm_start`: a directory or Hub name, a list of such, or a dictionary with one for a role. Makes paths text.
+
+    Raises:
+        `ValueError`: If it is something else.
+    """
+    if isinstance(source, Mapping):
+        named = list(source.values())
+    else:
+        named = list(source) if isinstance(source, (list, tuple)) else [source]
+    if not all(isinstance(each, (str, os.PathLike)) for each in named):
+        raise ValueError(f"`warm_start` must name directories or Hub names, got {source!r:.300}.")
+    texts = [os.fspath(each) for each in named]
+    if isinstance(source, Mapping):
+        return dict(zip(source, texts, strict=True))
+    return texts if isinstance(source, (list, tuple)) else texts[0]

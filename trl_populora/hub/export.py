@@ -69,7 +69,8 @@ def export_member(
     """
     if merge_students and member:
         raise ValueError(f"`merge_students` takes all students; leave `member={member!r}` out.")
-    if Path(out).exists():
+    out = Path(out)
+    if out.exists():
         raise ValueError(f"{str(out)!r} is there already. Name a directory that does not exist yet.")
     root = fetch(run, wanted=_WANTED)
     saved = read_population(root)
@@ -81,7 +82,7 @@ def export_member(
     chosen = [adapters[name] for name in names]
     check_one_moment(root, saved, chosen)
     # Everything is written beside `out` first, so that `out` is complete or absent.
-    unfinished = Path(f"{out}.tmp")
+    unfinished = out.with_name(f"{out.name}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     if len(chosen) > 1:

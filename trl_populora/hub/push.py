@@ -12,6 +12,7 @@ root lies the best student as an ordinary adapter, so that `PeftModel.from_pretr
 
 from __future__ import annotations
 
+import fnmatch
 import logging
 import os
 import shutil
@@ -71,6 +72,7 @@ class Uploads:
         self.args = args
         self.run = Path(args.output_dir)
         self.begun: list[Future] = []
+        self.api = HfApi()  # its uploads in the background run one after another; those of two clients would race
 
     def explain_hub_errors(self, repo: str | None = None) -> AbstractContextManager:
         """Calls the function `explain_hub_errors` for this run; without `repo`, for the run's own repository."""
@@ -94,7 +96,7 @@ class Uploads:
         stage = make_stage(self.run, checkpoint, self.args.hub_strategy)
         draw_for_card(stage)
         write_card(stage, repo)
-        job = HfApi().upload_folder(
+        job = self.api.upload_folder(
             repo_id=repo,
             folder_path=stage,
             commit_message=f"Training in progress, step {step}",
@@ -397,7 +399,22 @@ class HubTrainer(GRPOTrainer):
         if self.is_world_process_zero():
             draw_for_card(Path(self.args.output_dir))
         with self.uploads.explain_hub_errors():
-            return super().push_to_hub(commit_message=commit_message, **kwargs)
+            url = super().push_to_hub(commit_message=commit_message, **kwargs)
+            if self.is_world_process_zero():
+                self._take_off_earlier_figures(kwargs.get("token"), kwargs.get("revision"))
+        return url
+
+    def _take_off_earlier_figures(self, token: str | None, revision: str | None) -> None:
+        """Deletes score files in the repository that the run's directory lacks: they are those of earlier weights."""
+        where = {
+            "repo_id": self.hub_model_id,
+            "token": token or self.args.hub_token,
+            "revision": revision or self.args.hub_revision,
+        }
+        files = HfApi().list_repo_files(**where)
+        gone = [file for file in fnmatch.filter(files, OURS) if not Path(self.args.output_dir, file).exists()]
+        if gone:
+            HfApi().delete_files(delete_patterns=gone, commit_message="Delete scores of earlier weights", **where)
 
     def _push_from_checkpoint(self, checkpoint_folder):
         # This method is called twice for a checkpoint: by transformers while the checkpoint is still being written

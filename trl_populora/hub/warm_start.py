@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from trl_populora.hub.download import POPULATION, fetch
 from trl_populora.lora.checks import check_ordinary_adapter
 from trl_populora.lora.convert import fold_into
 from trl_populora.lora.members import read_member, unwrap_peft_model, write_member
+from trl_populora.options import read_sources
 from trl_populora.population.members import PRIOR_SIGMA, ROLES, Population
 from trl_populora.run.checkpoint import write_member_file
 from trl_populora.run.read import POPULATION_FILE
@@ -104,12 +107,12 @@ def _check_pooled(role: str, adapters: set[str]) -> None:
 
 def _parse_source(source: str | Sequence[str] | Mapping[str, str]) -> str | Sequence[str] | Mapping[str, str]:
     """Parses `warm_start`, which may be JSON text if it comes from a command line or a YAML file."""
-    if not (isinstance(source, str) and source.lstrip().startswith(("{", "["))):
-        return source
-    try:
-        return json.loads(source)
-    except ValueError as error:
-        raise ValueError(f"`warm_start` is no JSON: {error}, got {source!r}.") from error
+    if isinstance(source, str) and source.lstrip().startswith(("{", "[")):
+        try:
+            source = json.loads(source)
+        except ValueError as error:
+            raise ValueError(f"`warm_start` is no JSON: {error}, got {source!r}.") from error
+    return read_sources(source)
 
 
 def write_adapter(model: torch.nn.Module, name: str, root: Path, shape: Shape) -> None:
@@ -153,7 +156,8 @@ def _start_from_population(
     root: Path, model: torch.nn.Module, population: Population, shape: Shape, pooled_roles: Sequence[str]
 ) -> None:
     """
-    Starts the members from those of a saved population, the best of each role first.
+    Starts the members from those of a saved population, the best of each role first: in a game by mu, in a dataset
+    run by what made its best student.
 
     If a role needs more members than were saved, the saved ones are cloned in turn, again the best first. The first
     member from a source takes over its mu and sigma. Each further member, a clone, takes over mu alone and gets the
@@ -165,7 +169,7 @@ def _start_from_population(
     check_pooled(root, saved, pooled_roles)
     # Students come last: a single agent has one adapter for both roles, and it keeps the best student's weights.
     for role in ROLES:
-        ranked = sorted((m for m in saved["members"] if m["role"] == role), key=lambda m: -m["mu"])
+        ranked = sorted((m for m in saved["members"] if m["role"] == role), key=_find_ranking(saved), reverse=True)
         if not ranked and population.role(role):
             raise ValueError(
                 f"{root / POPULATION_FILE}: field `members` holds no {role}. Name a population that has both "
@@ -189,3 +193,26 @@ def _start_from_population(
             taken[source["name"]] += 1
             member.parents = (f"{source['name']}@{source['version']}",)
             member.operator = "warm_start"
+
+
+def _find_ranking(saved: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Any]:
+    """
+    Finds by what the members of a saved population are compared; returns a key for `sorted`, the best highest.
+
+    In a game it is mu. In a dataset run the best student is first. The others follow by their mean reward in an
+    evaluation of these weights. Without one they follow by mu, or, if they had prompts of their own and so no
+    ratings, by their mean reward in training. Members without such a reward are last, and mu decides between equals.
+    """
+    if not saved.get("train_prompts"):
+        return itemgetter("mu")
+    figure = None
+    if any(member.get("eval_step") == saved["step"] for member in saved["members"]):
+        figure = "eval_reward"
+    elif saved.get("settings", {}).get("member_prompts") == "own":
+        figure = "reward"
+
+    def rank(member: Mapping[str, Any]) -> tuple[bool, float, float]:
+        value = None if figure is None else member.get(figure)
+        return member["name"] == saved.get("best_student"), -math.inf if value is None else value, member["mu"]
+
+    return rank

@@ -268,7 +268,7 @@ def load_seed_tasks(path: str | Path | None = None) -> list[Task]:
     package = __name__.partition(".")[0]
     source = files(package) / "assets" / "seed_tasks.jsonl" if path is None else Path(path)
     tasks = []
-    for number, line in enumerate(source.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(source.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
         where = f"{source}, line {number}"

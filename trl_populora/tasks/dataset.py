@@ -6,6 +6,7 @@ file or Hub --read_tasks--> table --build_archive--> TaskArchive to start from
 
 from __future__ import annotations
 
+import glob
 import json
 import logging
 import random
@@ -67,7 +68,9 @@ def read_splits(source: str, what: str, name: str | None = None) -> DatasetDict:
         )
     try:
         if suffix in formats:
-            return load_dataset(formats[suffix], name=name, data_files=source)
+            # `load_dataset` takes patterns, too. The file that was found above is none.
+            files = source if "://" in source else glob.escape(source)
+            return load_dataset(formats[suffix], name=name, data_files=files)
         return load_dataset(source, name=name)
     except (FileNotFoundError, ConnectionError) as error:
         raise ValueError(f"{what} cannot be read ({error}).") from error
@@ -83,7 +86,7 @@ def _find_fault(source: str, error: Exception) -> str:
     if not text.strip():
         return "the file is empty"
     array = text.lstrip().startswith("[")  # one JSON text of many lines; otherwise every line is one
-    for number, part in enumerate([text] if array else text.splitlines(), start=1):
+    for number, part in enumerate([text] if array else text.split("\n"), start=1):
         try:
             if part.strip():
                 json.loads(part)

@@ -382,10 +382,10 @@ class CodeF(CodeKind):
     def write_proposal(self, task: Task) -> str:
         """
         Writes as many of the task's inputs as a proposal must give, and its message. Returns `""` if such a proposal
-        would be refused: if the task has fewer inputs, or if these all give the same output.
+        would be refused: if the task has no message or fewer inputs, or if these all give the same output.
         """
-        count = self.inputs_per_task
-        if len(task.inputs) < count or (self.guarded and _is_constant(task.outputs[:count])):
+        count, constant = self.inputs_per_task, self.guarded and _is_constant(task.outputs[: self.inputs_per_task])
+        if not task.message.strip() or len(task.inputs) < count or constant:
             return ""
         inputs = "\n".join(map(prompts.write_arguments, task.inputs[:count]))
         return prompts.fence(("inputs", inputs), ("message", task.message))

@@ -229,7 +229,7 @@ def _cut_body(program: str) -> str:
     if not body:
         return ""
     # Positions in a tree count bytes. `ast.unparse` would be simpler, but it recurses, and fails on huge integers.
-    lines = program.encode().split(b"\n")[body[0].lineno - 1 : body[-1].end_lineno]
+    lines = re.split(rb"\r\n|\r|\n", program.encode())[body[0].lineno - 1 : body[-1].end_lineno]
     lines[-1] = lines[-1][: body[-1].end_col_offset]
     lines[0] = lines[0][body[0].col_offset :]
     return b"\n".join(lines).decode()
