@@ -454,6 +454,7 @@ class StopAtSignals(TrainerCallback):
         self.trainer = trainer
         self.received: int | None = None
         self._before: dict[int, Any] = {}
+        self._limit: int | None = None  # the user's `save_total_limit`, while it is lifted
 
     def __enter__(self) -> StopAtSignals:
         # Python lets only the main thread set handlers. If `train()` runs in another thread, signals act as usual.
@@ -470,6 +471,8 @@ class StopAtSignals(TrainerCallback):
             signal.signal(number, handler)
         self.trainer.remove_callback(self)
         args, state = self.trainer.args, self.trainer.state
+        if self._limit is not None:
+            args.save_total_limit = self._limit
         # A signal during the very last step changes nothing: that run has finished.
         stopped = self.received is not None and error is None and state.global_step < state.max_steps
         if only_members := stopped and args.save_strategy == "no":
@@ -509,3 +512,9 @@ class StopAtSignals(TrainerCallback):
             # step is not evaluated.
             if args.save_strategy == "best":
                 control.should_evaluate = False
+
+    def on_save(self, args, state, control, **kwargs):
+        # At the end of training transformers keeps only the best checkpoint if `save_total_limit` is 1. A stopped run
+        # must also keep the one to resume from. Older ones have been deleted when this method is called.
+        if self.received is not None and self._limit is None and state.global_step < state.max_steps:
+            self._limit, args.save_total_limit = args.save_total_limit, None
