@@ -96,6 +96,25 @@ class TestRecords:
             trainer.train()
         assert contents(four[0]) == before
 
+    def test_a_save_of_a_trainer_that_did_not_train_here_is_refused_and_changes_nothing(self, base, four, tmp_path):
+        before = contents(four[0])
+        trainer = make_trainer(base, str(four[0]), four[2] | {"max_steps": 1, "seed": 7})
+        for act in (trainer.save_model, trainer.train, trainer.save_model):
+            with pytest.raises(ValueError, match="holds a run"):
+                act()
+        trainer.save_model(str(tmp_path))
+        assert (tmp_path / "population.json").exists()
+        assert contents(four[0]) == before
+
+    def test_what_a_trainer_has_saved_itself_is_no_other_run(self, base, tmp_path):
+        trainer = make_trainer(base, str(tmp_path), {"max_steps": 1, "save_strategy": "no"})
+        trainer.save_model()
+        first = contents(tmp_path)
+        trainer.save_model()
+        trainer.train()
+        assert trainer.state.global_step == 1
+        assert contents(tmp_path / "_previous-1").keys() == first.keys()
+
     def test_an_earlier_checkpoint_is_resumed_in_another_directory_alone(self, base, four, tmp_path):
         root, before = four[0], contents(four[0])
         earlier = str(root / "checkpoint-2")

@@ -1287,6 +1287,8 @@ class PopuLoRATrainer(HubTrainer):
         # The overridden method calls `_save` only on ranks that write (transformers 5.17), but under ZeRO and FSDP all
         # ranks read the members together.
         with self.directory if own else nullcontext():
+            if own:
+                self.directory.check_own()
             self._save(output_dir)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
