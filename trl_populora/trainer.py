@@ -448,6 +448,7 @@ class PopuLoRATrainer(HubTrainer):
                 self._reached = 0 if found is None else read_population(found)["step"]
                 if found is not None:
                     checkpoint.check_steps_left(found, self._reached, self.args.max_steps)
+                    checkpoint.check_fit(found, self.population, self.shape, self.args, self._prompts)
                 return super().train(resume_from_checkpoint=found, **kwargs)
         finally:
             self.close()
@@ -1312,7 +1313,7 @@ class PopuLoRATrainer(HubTrainer):
         self._best_step = read_population(best)["step"]
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        checkpoint.load_members(resume_from_checkpoint, self.model_wrapped, self.population, self.shape)
+        checkpoint.load_members(resume_from_checkpoint, self.model_wrapped, self.population)
         self._last_loaded_step = -1  # makes TRL call `sync_weights` before it generates, also within this step
 
     def _load_optimizer_and_scheduler(self, checkpoint):
@@ -1324,9 +1325,7 @@ class PopuLoRATrainer(HubTrainer):
 
     def _load_game(self, saved: str) -> None:
         device = self.accelerator.device
-        state = checkpoint.load_game(
-            saved, self.population, self.game, self._stateful, self.shape, self.args, device, self._prompts
-        )
+        state = checkpoint.load_game(saved, self.game, self._stateful, self.args, device)
         if self.is_deepspeed_enabled:  # DeepSpeed has restored the weights, and knows of no ranks and alphas
             for member in self.population:
                 lora_members.set_rank(self.model, self.population.adapter(member.name), member.settings)
