@@ -57,6 +57,13 @@ def test_a_signal_leaves_a_checkpoint_and_says_how_to_continue(base, tmp_path, c
     assert number == signal.SIGINT or stop.code == 143
 
 
+def test_a_stop_promises_no_resume_where_only_members_are_saved(base, tmp_path, caplog):
+    train(base, tmp_path, [signal.SIGINT], KeyboardInterrupt, save_only_model=True)
+    saved = str(tmp_path / "checkpoint-2")
+    assert f"Stopped after step 2 of 4. `warm_start={saved!r}` begins with its members; it does not" in caplog.text
+    assert "--resume" not in caplog.text
+
+
 NO_BEST = {"save_strategy": "best", "eval_steps": 1, "metric_for_best_model": "solve_rate_mean", "learning_rate": 0.0}
 
 

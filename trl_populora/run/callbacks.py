@@ -480,6 +480,8 @@ class StopAtSignals(TrainerCallback):
         if (stopped or kind is KeyboardInterrupt) and args.process_index == 0:
             saved = find_newest(args.output_dir)
             way_on = f"{saved} is whole: `--resume`, or `train(resume_from_checkpoint=True)`, goes on from there."
+            if args.save_only_model:
+                way_on = f"`warm_start={saved!r}` begins with its members; it does not resume (`save_only_model`)."
             if saved is None:
                 way_on = "There is no checkpoint (`save_steps`), so the run can only start again."
             if only_members:
