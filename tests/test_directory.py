@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from transformers import TrainerCallback
 
-from tests.populora_run import ON_PROMPTS, assert_equal, make_trainer, state_of
+from tests.populora_run import EVALUATED, ON_PROMPTS, assert_equal, make_trainer, state_of
 from tests.without_extras import without_extras
 from trl_populora.report.load import load_run
 from trl_populora.run.checkpoint import find_newest
@@ -165,6 +165,19 @@ class TestRecords:
         first = contents(tmp_path)
         make_trainer(base, str(tmp_path), settings).train(resume_from_checkpoint="newest")
         assert contents(tmp_path / "_previous-1") == first
+
+
+def test_a_branch_ends_with_the_best_population_of_the_run_that_it_left(base, tmp_path, caplog):
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "solve_rate_mean", "eval_steps": 1}
+    settings = EVALUATED | best | {"save_steps": 1, "learning_rate": 0.0}  # all scores are equal: the first is best
+    make_trainer(base, str(tmp_path / "run"), settings | {"max_steps": 2}).train()
+    alone = Path(shutil.copytree(tmp_path / "run" / "checkpoint-2", tmp_path / "alone" / "checkpoint-2"))
+    for root, step in ((tmp_path / "run", 1), (alone.parent, 3)):
+        branch = make_trainer(base, str(tmp_path / f"branch_{step}"), settings | {"max_steps": 3})
+        branch.train(resume_from_checkpoint=str(root / "checkpoint-2"))
+        assert branch.state.best_model_checkpoint == str(tmp_path / f"branch_{step}" / f"checkpoint-{step}")
+        assert branch.describe()["step"] == step
+        assert ("The best checkpoint so far, checkpoint-1, is gone" in caplog.text) == (step == 3)
 
 
 class Hold(TrainerCallback):

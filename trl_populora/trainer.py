@@ -1330,6 +1330,12 @@ class PopuLoRATrainer(HubTrainer):
             for member in self.population:
                 lora_members.set_rank(self.model, self.population.adapter(member.name), member.settings)
         self.directory.go_on_from(Path(saved), self.state.global_step)
+        if self.state.best_model_checkpoint is not None:
+            name = f"{checkpoint.PREFIX}{self.state.best_global_step}"
+            self.state.best_model_checkpoint = self.directory.bring_best(Path(saved), name)
+            if self.state.best_model_checkpoint is None:
+                logger.warning("The best checkpoint so far, %s, is gone: the best is sought from here on.", name)
+                self.state.best_metric = self.state.best_global_step = None
         self._step, self._buffered_inputs = state.step, state.buffered
         row_class = PromptRow if self.game is None else Row
         self.played = Played([], []) if state.played is None else Played.from_state(state.played, row_class)

@@ -3,7 +3,8 @@
     a new run, and the directory holds a run    the start is refused
     a resume in the run's own directory         records are cut back to the checkpoint
     a resume in another directory               the checkpoint, and the records up to its step, are copied into that
-                                                directory; if the directory holds a run, the start is refused
+                                                directory, and so is the best checkpoint so far; if the directory
+                                                holds a run, the start is refused
     a second `train()` of the same trainer      files of the first training move to `_previous-<n>/`
     `save_model()` before any training          if the directory holds a run, the save is refused
     `"newest"`, and there is no checkpoint      files of the earlier run move to `_previous-<n>/`
@@ -183,6 +184,26 @@ class RunDirectory:
         if self.args.should_save:
             _bring_records_to(checkpoint, step, Path(self.args.output_dir))
         self._owned = self.args.output_dir
+
+    def bring_best(self, checkpoint: Path, best: str) -> str | None:
+        """
+        Brings the best checkpoint so far into the directory, if it lies beside the resumed one. Call it on every rank,
+        after [`go_on_from`].
+
+        Args:
+            checkpoint: The checkpoint that is resumed.
+            best: Name of the best checkpoint.
+
+        Returns:
+            Path of the best checkpoint in this directory; `None` if it is in neither place.
+        """
+        ours, theirs = Path(self.args.output_dir, best), checkpoint.parent / best
+        found = any(gather_object([ours.is_dir() or theirs.is_dir()]))
+        if self.args.should_save and not ours.is_dir() and theirs.is_dir():
+            with write_whole(ours) as unfinished:
+                shutil.copytree(theirs, unfinished, dirs_exist_ok=True)
+        self.accelerator.wait_for_everyone()
+        return str(ours) if found else None
 
     def _find_obstacle(self, wanted: str | bool | None, found: str | None) -> str | None:
         """Says why this training must not begin in the directory; `None` if it may."""
