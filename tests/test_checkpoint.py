@@ -488,6 +488,17 @@ class TestOtherSettings:
         with pytest.raises(ValueError, match=complaint):
             trainer.train(resume_from_checkpoint=str(saved[1]))
 
+    def test_a_refused_resume_leaves_the_trainer_as_it_was(self, base, saved, tmp_path):
+        trainer = make_trainer(base, str(tmp_path), {"max_steps": 1, "learning_rate": 1e-3, "save_strategy": "no"})
+        before = {name: read_member(trainer.model, name) for name in trainer.population.names}
+        with pytest.raises(ValueError, match="`learning_rate` was 0.01, is 0.001"):
+            trainer.train(resume_from_checkpoint=str(saved[1]))
+        for name, member in before.items():
+            found = read_member(trainer.model, name)
+            assert all(torch.equal(value, found[key]) for key, value in member.items()), name
+        assert trainer.optimizer is None
+        assert trainer.state.global_step == 0
+
     def test_what_is_taken_is_said(self, base, saved, tmp_path, caplog):
         settings = {"max_steps": 2, "evolve_every": 2, "save_strategy": "no", "max_grad_norm": 0.5}
         trainer = make_trainer(base, str(tmp_path), settings)

@@ -424,6 +424,17 @@ class TestOptions:
         assert (settled.learning_rate, settled.model_init_kwargs) == (3e-4, {"dtype": "float32"})
         assert settled.max_completion_length == GRPOConfig.max_completion_length
 
+    def test_what_is_set_later_to_a_default_of_the_game_counts_in_a_dataset_run(self, tmp_path):
+        args = PopuLoRAConfig(str(tmp_path), use_cpu=True, bf16=False)
+        wanted = {name: getattr(args, name) for name in ("learning_rate", "max_steps", "logging_steps")}
+        untouched = args.for_prompts()
+        assert all(getattr(untouched, name) != value for name, value in wanted.items())
+        for name, value in wanted.items():
+            setattr(args, name, value)
+        settled = args.for_prompts()
+        assert {name: getattr(settled, name) for name in wanted} == wanted
+        assert settled.max_completion_length == GRPOConfig.max_completion_length
+
     @pytest.mark.parametrize("name", PROMPTS)
     def test_a_recipe_is_whole(self, name, monkeypatch, tmp_path):
         monkeypatch.chdir(ROOT)

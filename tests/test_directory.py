@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from transformers import TrainerCallback
 
-from tests.populora_run import ON_PROMPTS, assert_equal, make_trainer, state_of
+from tests.populora_run import EVALUATED, ON_PROMPTS, assert_equal, make_trainer, state_of
 from tests.without_extras import without_extras
 from trl_populora.report.load import load_run
 from trl_populora.run.checkpoint import find_newest
@@ -96,6 +96,25 @@ class TestRecords:
             trainer.train()
         assert contents(four[0]) == before
 
+    def test_a_save_of_a_trainer_that_did_not_train_here_is_refused_and_changes_nothing(self, base, four, tmp_path):
+        before = contents(four[0])
+        trainer = make_trainer(base, str(four[0]), four[2] | {"max_steps": 1, "seed": 7})
+        for act in (trainer.save_model, trainer.train, trainer.save_model):
+            with pytest.raises(ValueError, match="holds a run"):
+                act()
+        trainer.save_model(str(tmp_path))
+        assert (tmp_path / "population.json").exists()
+        assert contents(four[0]) == before
+
+    def test_what_a_trainer_has_saved_itself_is_no_other_run(self, base, tmp_path):
+        trainer = make_trainer(base, str(tmp_path), {"max_steps": 1, "save_strategy": "no"})
+        trainer.save_model()
+        first = contents(tmp_path)
+        trainer.save_model()
+        trainer.train()
+        assert trainer.state.global_step == 1
+        assert contents(tmp_path / "_previous-1").keys() == first.keys()
+
     def test_an_earlier_checkpoint_is_resumed_in_another_directory_alone(self, base, four, tmp_path):
         root, before = four[0], contents(four[0])
         earlier = str(root / "checkpoint-2")
@@ -146,6 +165,19 @@ class TestRecords:
         first = contents(tmp_path)
         make_trainer(base, str(tmp_path), settings).train(resume_from_checkpoint="newest")
         assert contents(tmp_path / "_previous-1") == first
+
+
+def test_a_branch_ends_with_the_best_population_of_the_run_that_it_left(base, tmp_path, caplog):
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "solve_rate_mean", "eval_steps": 1}
+    settings = EVALUATED | best | {"save_steps": 1, "learning_rate": 0.0}  # all scores are equal: the first is best
+    make_trainer(base, str(tmp_path / "run"), settings | {"max_steps": 2}).train()
+    alone = Path(shutil.copytree(tmp_path / "run" / "checkpoint-2", tmp_path / "alone" / "checkpoint-2"))
+    for root, step in ((tmp_path / "run", 1), (alone.parent, 3)):
+        branch = make_trainer(base, str(tmp_path / f"branch_{step}"), settings | {"max_steps": 3})
+        branch.train(resume_from_checkpoint=str(root / "checkpoint-2"))
+        assert branch.state.best_model_checkpoint == str(tmp_path / f"branch_{step}" / f"checkpoint-{step}")
+        assert branch.describe()["step"] == step
+        assert ("The best checkpoint so far, checkpoint-1, is gone" in caplog.text) == (step == 3)
 
 
 class Hold(TrainerCallback):

@@ -6,6 +6,7 @@ import errno
 import inspect
 import os
 import signal
+from contextlib import nullcontext
 
 import pytest
 from accelerate.commands.launch import deepspeed_launcher, multi_gpu_launcher
@@ -21,13 +22,13 @@ from trl_populora.run.saved_population import check_one_moment
 
 
 class Send(TrainerCallback):
-    """Sends signals to this process in the middle of the second step."""
+    """Sends signals to this process in the middle of a step."""
 
-    def __init__(self, *numbers):
-        self.numbers = numbers
+    def __init__(self, *numbers, step=2):
+        self.numbers, self.step = numbers, step
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        for number in self.numbers if state.global_step == 1 else ():
+        for number in self.numbers if state.global_step == self.step - 1 else ():
             os.kill(os.getpid(), number)
 
 
@@ -56,12 +57,33 @@ def test_a_signal_leaves_a_checkpoint_and_says_how_to_continue(base, tmp_path, c
     assert number == signal.SIGINT or stop.code == 143
 
 
+def test_a_stop_promises_no_resume_where_only_members_are_saved(base, tmp_path, caplog):
+    train(base, tmp_path, [signal.SIGINT], KeyboardInterrupt, save_only_model=True)
+    saved = str(tmp_path / "checkpoint-2")
+    assert f"Stopped after step 2 of 4. `warm_start={saved!r}` begins with its members; it does not" in caplog.text
+    assert "--resume" not in caplog.text
+
+
 NO_BEST = {"save_strategy": "best", "eval_steps": 1, "metric_for_best_model": "solve_rate_mean", "learning_rate": 0.0}
 
 
 def test_a_stop_leaves_a_checkpoint_where_only_the_best_are_saved(base, tmp_path):
     train(base, tmp_path, [signal.SIGINT], KeyboardInterrupt, **EVALUATED | NO_BEST)
     assert find_newest(str(tmp_path)) == str(tmp_path / "checkpoint-2")
+
+
+@pytest.mark.parametrize("step", [2, 4])
+def test_a_stop_leaves_its_checkpoint_also_where_only_the_best_stays(base, tmp_path, step):
+    """transformers deletes all checkpoints but the best when training ends; a stopped training has not ended."""
+    best = NO_BEST | {"save_strategy": "steps", "load_best_model_at_end": True, "save_total_limit": 1}
+    settings = EVALUATED | best | {"save_steps": 1, "max_steps": 4}
+    trainer = make_trainer(base, str(tmp_path), settings)
+    trainer.add_callback(Send(signal.SIGINT, step=step))
+    with pytest.raises(KeyboardInterrupt) if step == 2 else nullcontext():
+        trainer.train()
+    left = {path.name for path in tmp_path.glob("checkpoint-*")}
+    assert left == ({"checkpoint-1", "checkpoint-2"} if step == 2 else {"checkpoint-1"})
+    assert trainer.args.save_total_limit == 1
 
 
 def test_a_stop_saves_the_members_where_no_checkpoints_are_wanted(base, tmp_path, caplog):

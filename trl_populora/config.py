@@ -387,7 +387,7 @@ class PopuLoRAConfig(GRPOConfig):
         # member's value, because TRL reads one.
         self.member_values: dict[str, list[Any]] = {}
         self._no_game: ValueError | None = None
-        self._settled: dict[str, Any] = {}
+        self._changed: frozenset[str] | None = None
         try:
             self._settle_for_game()
         except ValueError as error:
@@ -404,9 +404,15 @@ class PopuLoRAConfig(GRPOConfig):
             if not self._fits_prompts():
                 raise
             self._no_game = error
-        # `for_prompts` compares the options with these values: an option that a user changes on the finished config
-        # counts as given, too.
-        self._settled = {each.name: getattr(self, each.name) for each in fields(self)}
+        # An option that a user sets on the finished config counts as given in `for_prompts`, too, also if its value is
+        # the one that the game has by default.
+        self._changed = frozenset()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        changed = self.__dict__.get("_changed")
+        if changed is not None and name in self.__dataclass_fields__:
+            self.__dict__["_changed"] = changed | {name}
 
     def _fits_prompts(self) -> bool:
         """Says whether these settings make a dataset run."""
@@ -529,10 +535,9 @@ class PopuLoRAConfig(GRPOConfig):
         Raises:
             `ValueError`: If these settings do not make one.
         """
-        later = {name: getattr(self, name) for name, value in self._settled.items() if getattr(self, name) != value}
-        given = self._given | later
+        given = self._given | {name: getattr(self, name) for name in self._changed or ()}
         settled = object.__new__(type(self))
-        settled.__dict__.update(given, _given=given, _settled={}, _no_game=None, member_values={})
+        settled.__dict__.update(given, _given=given, _changed=None, _no_game=None, member_values={})
         settled._settle_for_prompts(adapters)
         return settled
 
@@ -901,7 +906,7 @@ def settle_for_prompts(args: GRPOConfig, adapters: int | None = None) -> PopuLoR
     # config that sets both is refused.
     given["generation_batch_size"] = None
     settled.__dict__.update(own, **{name: value for name, value in given.items() if name in known})
-    settled.__dict__.update(_given=dict(vars(settled)), _settled={}, _no_game=None, member_values={})
+    settled.__dict__.update(_given=dict(vars(settled)), _changed=None, _no_game=None, member_values={})
     settled._settle_for_prompts(adapters)
     return settled
 

@@ -448,6 +448,7 @@ class PopuLoRATrainer(HubTrainer):
                 self._reached = 0 if found is None else read_population(found)["step"]
                 if found is not None:
                     checkpoint.check_steps_left(found, self._reached, self.args.max_steps)
+                    checkpoint.check_fit(found, self.population, self.shape, self.args, self._prompts)
                 return super().train(resume_from_checkpoint=found, **kwargs)
         finally:
             self.close()
@@ -1287,6 +1288,8 @@ class PopuLoRATrainer(HubTrainer):
         # The overridden method calls `_save` only on ranks that write (transformers 5.17), but under ZeRO and FSDP all
         # ranks read the members together.
         with self.directory if own else nullcontext():
+            if own:
+                self.directory.check_own()
             self._save(output_dir)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
@@ -1310,7 +1313,7 @@ class PopuLoRATrainer(HubTrainer):
         self._best_step = read_population(best)["step"]
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        checkpoint.load_members(resume_from_checkpoint, self.model_wrapped, self.population, self.shape)
+        checkpoint.load_members(resume_from_checkpoint, self.model_wrapped, self.population)
         self._last_loaded_step = -1  # makes TRL call `sync_weights` before it generates, also within this step
 
     def _load_optimizer_and_scheduler(self, checkpoint):
@@ -1322,13 +1325,17 @@ class PopuLoRATrainer(HubTrainer):
 
     def _load_game(self, saved: str) -> None:
         device = self.accelerator.device
-        state = checkpoint.load_game(
-            saved, self.population, self.game, self._stateful, self.shape, self.args, device, self._prompts
-        )
+        state = checkpoint.load_game(saved, self.game, self._stateful, self.args, device)
         if self.is_deepspeed_enabled:  # DeepSpeed has restored the weights, and knows of no ranks and alphas
             for member in self.population:
                 lora_members.set_rank(self.model, self.population.adapter(member.name), member.settings)
         self.directory.go_on_from(Path(saved), self.state.global_step)
+        if self.state.best_model_checkpoint is not None:
+            name = f"{checkpoint.PREFIX}{self.state.best_global_step}"
+            self.state.best_model_checkpoint = self.directory.bring_best(Path(saved), name)
+            if self.state.best_model_checkpoint is None:
+                logger.warning("The best checkpoint so far, %s, is gone: the best is sought from here on.", name)
+                self.state.best_metric = self.state.best_global_step = None
         self._step, self._buffered_inputs = state.step, state.buffered
         row_class = PromptRow if self.game is None else Row
         self.played = Played([], []) if state.played is None else Played.from_state(state.played, row_class)

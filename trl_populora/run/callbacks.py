@@ -454,6 +454,7 @@ class StopAtSignals(TrainerCallback):
         self.trainer = trainer
         self.received: int | None = None
         self._before: dict[int, Any] = {}
+        self._limit: int | None = None  # the user's `save_total_limit`, while it is lifted
 
     def __enter__(self) -> StopAtSignals:
         # Python lets only the main thread set handlers. If `train()` runs in another thread, signals act as usual.
@@ -470,6 +471,8 @@ class StopAtSignals(TrainerCallback):
             signal.signal(number, handler)
         self.trainer.remove_callback(self)
         args, state = self.trainer.args, self.trainer.state
+        if self._limit is not None:
+            args.save_total_limit = self._limit
         # A signal during the very last step changes nothing: that run has finished.
         stopped = self.received is not None and error is None and state.global_step < state.max_steps
         if only_members := stopped and args.save_strategy == "no":
@@ -477,6 +480,8 @@ class StopAtSignals(TrainerCallback):
         if (stopped or kind is KeyboardInterrupt) and args.process_index == 0:
             saved = find_newest(args.output_dir)
             way_on = f"{saved} is whole: `--resume`, or `train(resume_from_checkpoint=True)`, goes on from there."
+            if args.save_only_model:
+                way_on = f"`warm_start={saved!r}` begins with its members; it does not resume (`save_only_model`)."
             if saved is None:
                 way_on = "There is no checkpoint (`save_steps`), so the run can only start again."
             if only_members:
@@ -509,3 +514,9 @@ class StopAtSignals(TrainerCallback):
             # step is not evaluated.
             if args.save_strategy == "best":
                 control.should_evaluate = False
+
+    def on_save(self, args, state, control, **kwargs):
+        # At the end of training transformers keeps only the best checkpoint if `save_total_limit` is 1. A stopped run
+        # must also keep the one to resume from. Older ones have been deleted when this method is called.
+        if self.received is not None and self._limit is None and state.global_step < state.max_steps:
+            self._limit, args.save_total_limit = args.save_total_limit, None

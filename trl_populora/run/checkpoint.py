@@ -16,9 +16,10 @@ The HF `Trainer` writes optimizer, scheduler, generators and `trainer_state.json
     whole.json            names and sizes of all other files, the number of processes, the backend, and whether there
                           is optimizer state; written last
 
-A resume reads in this order: members, `trainer_state.json`, optimizer, scheduler, then the files of [`load_game`].
-Under FSDP and DeepSpeed it reads `trainer_state.json` before the members. The generators and the loss that is not
-logged yet are restored just before the first micro-batch.
+A resume first checks that the checkpoint fits ([`check_fit`]). Then it reads in this order: members,
+`trainer_state.json`, optimizer, scheduler, then the files of [`load_game`]. Under FSDP and DeepSpeed it reads
+`trainer_state.json` before the members. The generators and the loss that is not logged yet are restored just before
+the first micro-batch.
 
 A checkpoint is written into `<output_dir>/_unfinished/` and moved into place once every rank is done. So a run that is
 killed at any moment leaves whole checkpoints, and at most one that is unfinished or half deleted. No resume takes such
@@ -52,7 +53,7 @@ from trl import GRPOConfig
 from trl_populora.files import FORMAT, read_json, write_json
 from trl_populora.lora import members as lora_members
 from trl_populora.population.members import Population
-from trl_populora.run.read import POPULATION_FILE
+from trl_populora.run.read import POPULATION_FILE, read_population
 from trl_populora.run.saved_population import Shape, check_same_prompts, check_same_shape, check_settings
 from trl_populora.step.play import Game
 from trl_populora.tasks.archive import TaskArchive, load_archive, save_archive
@@ -398,7 +399,37 @@ def collect_game_state(stateful: Mapping[str, Any], archive: TaskArchive | None)
     return {"format": FORMAT, **coverage} | states
 
 
-def load_members(directory: str, model: torch.nn.Module, population: Population, shape: Shape) -> None:
+def check_fit(
+    directory: str,
+    population: Population,
+    shape: Shape,
+    args: GRPOConfig,
+    prompts: Mapping[str, Any] | None = None,
+) -> None:
+    """
+    Checks that a trainer can resume a checkpoint, and warns of settings that change. Call it before anything is
+    loaded: a trainer whose resume is refused may train on its own members afterwards.
+
+    Args:
+        directory: The checkpoint.
+        population: The trainer's members.
+        shape: The trainer's base and LoRA settings.
+        args: Settings of the run that resumes.
+        prompts: In a dataset run, number and digest of the prompts in `train_dataset`.
+
+    Raises:
+        `ValueError`: If the checkpoint has another population, another base, other prompts or settings that a resume
+            cannot change, or if a file is missing or broken. The message names the file.
+    """
+    root = Path(directory)
+    membership = _read_membership(root, population)
+    names = [member["name"] for member in membership["members"]] if membership else population.names
+    saved = check_same_shape(root, shape, names)
+    check_same_prompts(root, saved, prompts)
+    check_settings(args, root, saved, read_json(root / MANIFEST)["processes"] == args.world_size)
+
+
+def load_members(directory: str, model: torch.nn.Module, population: Population) -> None:
     """
     Reads the members of a checkpoint into a population of the same shape. Call it on every rank.
 
@@ -406,20 +437,21 @@ def load_members(directory: str, model: torch.nn.Module, population: Population,
         `ValueError`: If a file is missing, broken or from another population. The message names the file.
     """
     root = Path(directory)
-    if not population.teachers:
-        _take_membership(root, population)
-    saved = check_same_shape(root, shape, population.names)
-    for member in saved["members"]:
+    if membership := _read_membership(root, population):
+        population.load_state_dict(membership)
+    for member in read_population(root)["members"]:
         lora_members.set_rank(model, population.adapter(member["name"]), member.get("settings", {}))
     for name in population.held_adapters:
         write_member_file(model, name, root / "members" / name / "adapter_model.safetensors")
 
 
-def _take_membership(root: Path, population: Population) -> None:
+def _read_membership(root: Path, population: Population) -> dict[str, Any] | None:
     """
-    Gives a population without teachers the members of a checkpoint, because members may have joined or left since the
-    run began.
+    Reads which members a checkpoint has, because in a population without teachers members may have joined or left
+    since the run began. `None` for a population with teachers, and for checkpoints of early versions.
     """
+    if population.teachers:
+        return None
     state = read_json(root / "game.json").get("population", {})
     seats = state.get("seats", len(population.adapters))
     if seats != len(population.adapters):
@@ -427,8 +459,7 @@ def _take_membership(root: Path, population: Population) -> None:
             f"{root / 'game.json'}: the run has {seats} seats, this trainer has {len(population.adapters)}. "
             "Resume with the saved `students` and `max_members`, or start a new run with `warm_start` to change them."
         )
-    if "seats" in state:  # early versions did not write `seats`
-        population.load_state_dict(state)
+    return state if "seats" in state else None
 
 
 def write_member_file(model: torch.nn.Module, name: str, path: Path) -> None:
@@ -447,17 +478,13 @@ def write_member_file(model: torch.nn.Module, name: str, path: Path) -> None:
 
 def load_game(
     directory: str,
-    population: Population,
     game: Game | None,
     stateful: Mapping[str, Any],
-    shape: Shape,
     args: GRPOConfig,
     device: torch.device,
-    prompts: Mapping[str, Any] | None = None,
 ) -> RankState:
     """
-    Reads the state of the game, and the archive. Call it on every rank. A dataset run has no `game`. It has `prompts`,
-    which identify its dataset.
+    Reads the state of the game, and the archive. Call it on every rank. A dataset run has no `game`.
 
     Returns:
         [`RankState`]: State of this rank. If another number of processes saved the checkpoint, the state has no
@@ -465,15 +492,12 @@ def load_game(
 
     Raises:
         `ValueError`: If `population.json`, `game.json`, this rank's state or the archive is missing or broken, or if
-            the checkpoint has another population, settings that a resume cannot change, or a file of another version.
-            The message names the file.
+            the checkpoint has a file of another version. The message names the file.
     """
     root = Path(directory)
-    saved = check_same_shape(root, shape, population.names)
+    saved = read_population(root)
     processes = read_json(root / MANIFEST)["processes"]
     same_processes = processes == args.world_size
-    check_same_prompts(root, saved, prompts)
-    check_settings(args, root, saved, same_processes)
     load_stateful(root, stateful, None if game is None else game.archive)
     if game is not None:
         longer = (saved.get("settings", {}).get("max_completion_length") or 0) < (args.max_completion_length or 0)

@@ -3,8 +3,10 @@
     a new run, and the directory holds a run    the start is refused
     a resume in the run's own directory         records are cut back to the checkpoint
     a resume in another directory               the checkpoint, and the records up to its step, are copied into that
-                                                directory; if the directory holds a run, the start is refused
+                                                directory, and so is the best checkpoint so far; if the directory
+                                                holds a run, the start is refused
     a second `train()` of the same trainer      files of the first training move to `_previous-<n>/`
+    `save_model()` before any training          if the directory holds a run, the save is refused
     `"newest"`, and there is no checkpoint      files of the earlier run move to `_previous-<n>/`
 
 Records are rollouts, TRL's tables of completions, `metrics.jsonl`, `times.jsonl` and `lineage.jsonl`.
@@ -75,7 +77,7 @@ class RunDirectory:
         self.args, self.accelerator = args, accelerator
         self._lock: TextIO | None = None
         self._entered = 0
-        self._trained_in: str | None = None
+        self._owned: str | None = None  # the directory in which this trainer has trained or saved
 
     def __enter__(self) -> RunDirectory:
         if not self._entered:
@@ -154,9 +156,24 @@ class RunDirectory:
         if found is None:
             if self.args.should_save:
                 set_aside(where)
-            self._trained_in = where
+            self._owned = where
         self.accelerator.wait_for_everyone()
         return found
+
+    def check_own(self) -> None:
+        """
+        Checks that a save into the directory overwrites no run of another trainer. Afterwards the directory's files
+        count as this trainer's own. Call it on every rank.
+
+        Raises:
+            `ValueError`: On every rank, if the directory holds a run and this trainer has neither trained nor saved
+                there.
+        """
+        where = self.args.output_dir
+        # While it trains a trainer owns its directory, so a callback may save on one rank alone.
+        if self._owned != where:
+            _refuse(find_earlier_run(where) if self.args.should_save else None)
+            self._owned = where
 
     def go_on_from(self, checkpoint: Path, step: int) -> None:
         """
@@ -166,7 +183,27 @@ class RunDirectory:
         """
         if self.args.should_save:
             _bring_records_to(checkpoint, step, Path(self.args.output_dir))
-        self._trained_in = self.args.output_dir
+        self._owned = self.args.output_dir
+
+    def bring_best(self, checkpoint: Path, best: str) -> str | None:
+        """
+        Brings the best checkpoint so far into the directory, if it lies beside the resumed one. Call it on every rank,
+        after [`go_on_from`].
+
+        Args:
+            checkpoint: The checkpoint that is resumed.
+            best: Name of the best checkpoint.
+
+        Returns:
+            Path of the best checkpoint in this directory; `None` if it is in neither place.
+        """
+        ours, theirs = Path(self.args.output_dir, best), checkpoint.parent / best
+        found = any(gather_object([ours.is_dir() or theirs.is_dir()]))
+        if self.args.should_save and not ours.is_dir() and theirs.is_dir():
+            with write_whole(ours) as unfinished:
+                shutil.copytree(theirs, unfinished, dirs_exist_ok=True)
+        self.accelerator.wait_for_everyone()
+        return str(ours) if found else None
 
     def _find_obstacle(self, wanted: str | bool | None, found: str | None) -> str | None:
         """Says why this training must not begin in the directory; `None` if it may."""
@@ -174,7 +211,7 @@ class RunDirectory:
         if found is None or not _lies_in(found, where):
             # An earlier run in the directory is an obstacle. Two starts move it aside instead: a second `train()`, and
             # `"newest"` if there is no checkpoint.
-            may_begin = self._trained_in == where or (found is None and wanted)
+            may_begin = self._owned == where or (found is None and wanted)
             return None if may_begin else find_earlier_run(where)
         newest = find_newest(where)
         # `found` equals `wanted` only if the user named a checkpoint by its path. Then a later one is an obstacle. For
