@@ -292,7 +292,7 @@ def _write_changes(run: Run) -> str:
 
 def _name_span(entries: list[dict[str, Any]], run: Run) -> str:
     """Names the steps that some logged entries cover. An entry covers all steps since the entry before it."""
-    position = run.history.index(entries[0])
+    position = [entry["step"] for entry in run.history].index(entries[0]["step"])
     first = run.history[position - 1]["step"] + 1 if position else 1
     last = entries[-1]["step"]
     return f"step {last}" if first == last else f"steps {first}-{last}"
