@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 from tempfile import TemporaryDirectory
 
 from huggingface_hub import CommitOperationAdd, HfApi, SpaceCardData, constants
@@ -406,7 +407,7 @@ class HubTrainer(GRPOTrainer):
 
     def _take_off_earlier_figures(self, token: str | None, revision: str | None) -> None:
         """Deletes score files in the repository that the run's directory lacks: they are those of earlier weights."""
-        where = {
+        where: dict[str, Any] = {
             "repo_id": self.hub_model_id,
             "token": token or self.args.hub_token,
             "revision": revision or self.args.hub_revision,
