@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from huggingface_hub import CommitOperationAdd, HfApi, SpaceCardData, constants
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
