@@ -18,7 +18,7 @@ import argparse
 import json
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -29,7 +29,7 @@ from arms_race_page import paired_table, spread
 from likelihood import TARGETS, write_targets
 from merging import read_students, write_merged
 from score_held_out import markdown
-from screen import HALF_KNOWN, KIND, draw_held_out, held_out_tasks, measure_steps, options_of, probe_tasks
+from screen import HALF_KNOWN, draw_held_out, held_out_tasks, measure_steps, options_of, probe_tasks, rate_of
 from tiny_headroom import train
 from tiny_scores import Scorer
 from tqdm import tqdm
@@ -65,24 +65,20 @@ def judge(run: Path, way: str) -> dict[str, dict[str, float]]:
         asked = {ONE_MODEL: [*students.values()]}
         if len(students) > 1:
             asked |= {name: [student] for name, student in students.items()}
+        judged, probes = judged_tasks(PLAN["tasks"]), probe_tasks()
         with Sandbox() as sandbox:
             for name, members in tqdm(asked.items(), desc=f"{run}: judge"):
                 with tempfile.TemporaryDirectory() as directory:
                     write_merged(checkpoint, way, members, Path(directory))
                     scorer = Scorer(Path(directory), sandbox)
                 attempts = PLAN["attempts"] // (1 if name == ONE_MODEL else len(students))
+                torch.manual_seed(0)
                 rates[name] = {
-                    "judged": rate(scorer, judged_tasks(PLAN["tasks"]), attempts),
-                    "probes": rate(scorer, probe_tasks(), max(1, attempts // 4)),
+                    "judged": rate_of(scorer, judged, attempts),
+                    "probes": rate_of(scorer, probes, max(1, attempts // 4)),
                 }
         path.write_text(json.dumps(rates, indent=1) + "\n")
     return json.loads(path.read_text())
-
-
-def rate(scorer: Scorer, tasks: Sequence[Task], attempts: int) -> float:
-    kind = scorer.kinds[KIND]
-    torch.manual_seed(0)
-    return float(scorer.grade(kind, tasks, scorer.attempts(kind, tasks, attempts), attempts).mean())
 
 
 def measure(run: Path, way: str) -> dict[str, Any]:

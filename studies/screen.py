@@ -171,9 +171,9 @@ def score_merged(run: Path) -> dict[str, dict[str, float]]:
     return json.loads(path.read_text())
 
 
-def rate_of(scorer: Scorer, tasks: Sequence[Task]) -> float:
-    kind = scorer.kinds[KIND]
-    return float(scorer.grade(kind, tasks, scorer.attempts(kind, tasks, ATTEMPTS), ATTEMPTS).mean())
+def rate_of(scorer: Scorer, tasks: Sequence[Task], attempts: int | None = None) -> float:
+    kind, each = scorer.kinds[KIND], attempts or ATTEMPTS
+    return float(scorer.grade(kind, tasks, scorer.attempts(kind, tasks, each), each).mean())
 
 
 def measure(run: Path) -> dict[str, Any]:

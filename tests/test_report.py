@@ -221,8 +221,8 @@ class TestReading:
         assert Run("r", [{"step": 1, "step_time": 4.0}], evaluations=[{"step": 1} | took]).seconds == (4.0, 5.0)
 
     def test_a_metric_that_ends_in_reward_makes_no_member(self):
-        entry = {"step": 1, "answers": 1.0, "member/a/reward": 0.5, "env/maze/reward": 0.1}
-        run = Run("r", [entry | {ANSWERED: 1.0}])
+        entry = {"step": 1, ANSWERED: 1.0, "member/a/reward": 0.5, "env/maze/reward": 0.1}
+        run = Run("r", [entry])
         assert run.members("student") == ["a"]
 
     def test_a_run_that_ends_by_epochs_has_no_planned_steps(self):

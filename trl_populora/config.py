@@ -156,9 +156,9 @@ class PopuLoRAConfig(GRPOConfig):
             many prompts in a generation. `0` for none.
         single_agent: One adapter plays both roles (AZR); `teachers` and `students` become 1. A step then has the rows
             of one match.
-        warm_start: Directory or Hub name of a saved population to start from. It may have any number of members, but
-            must have the same base and adapter shape. Or ordinary LoRA adapters of at most the members' rank: one for
-            all members, a list with one for each (teachers first), or one for a role, `{"student": "runs/sft"}`.
+        warm_start: Directory or Hub name of a saved population to start from, of any number of members and with the
+            same base and adapter shape. Or ordinary LoRA adapters of at most the members' rank: one for all members, a
+            list with one for each (teachers first), or one for a role, `{"student": "runs/sft"}`.
 
         task_kinds: Kinds of task that teachers propose, in rotation (AZR's three). Name a kind of your own as
             `"package.module:Class"`.

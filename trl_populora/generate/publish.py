@@ -147,7 +147,7 @@ class AdapterShelf:
         os.makedirs(parent, exist_ok=True)
         self.root = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
         if parent != SHARED_MEMORY:
-            # `mkdtemp` closes the directory to other users. A server may run as one, who may read the folder.
+            # `mkdtemp` closes the directory to other users. A server's user is often another, and may read `parent`.
             self.root.chmod(stat.S_IMODE(os.stat(parent).st_mode) & 0o755)
         self._lock = _lock_shelf(self.root, os.O_CREAT)
         self._retired: deque[str] = deque()

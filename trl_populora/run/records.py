@@ -123,8 +123,7 @@ def append_metrics(output_dir: str | Path, entry: Mapping[str, Any]) -> None:
     for name, values in ((METRICS, metrics), (TIMES, {"step": entry["step"]} | seconds)):
         unknown = [key for key, value in values.items() if isinstance(value, float) and not isfinite(value)]
         with Path(output_dir, name).open("a") as file:
-            # JSON has neither NaN nor infinity.
-            file.write(json.dumps(values | dict.fromkeys(unknown), allow_nan=False) + "\n")
+            file.write(json.dumps(values | dict.fromkeys(unknown)) + "\n")  # JSON has neither NaN nor infinity
 
 
 class Records(TrainerCallback):
