@@ -9,8 +9,9 @@ for teachers.
 student in each checkpoint the script measures the mean log-probability of that answer's block, given prompt and worked
 lines, and of the whole answer; every 25 steps also the share of right answers to as many other tasks, sampled. It
 prints how the gains in the three go together over students and intervals, and how far two halves of the targets agree
-on a student's gain between those steps and between all. Figures are kept in the run's `likelihood.json`, checkpoint by
-checkpoint; started again, the script goes on.
+on a student's gain between those steps and between all, and on a teacher's: the mean of its students' gains, each by
+its share of the attempts at this teacher's tasks. Figures are kept in the run's `likelihood.json`, checkpoint by
+checkpoint; started again, the script goes on. `taught.json` has the attempts by teacher and student.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import mul
 from pathlib import Path
 from statistics import correlation, fmean
 from typing import Any
@@ -37,12 +39,16 @@ from tiny_scores import EVAL_LEVELS, Scorer
 from tqdm import tqdm
 
 from trl_populora.lora.layers import BASE_NAME
+from trl_populora.report.load import load_run
 from trl_populora.sandbox import Sandbox, values
 from trl_populora.tasks import Task
 
 
 TARGETS, EVERY = 300, 25  # targets; steps from one sampled rate to the next
 BATCH = 50  # answers of one forward
+
+
+Taught = dict[str, dict[str, dict[str, int]]]
 
 
 @dataclass(frozen=True)
@@ -110,15 +116,36 @@ def measure(
     return found
 
 
+def count_taught(run: Path) -> Taught:
+    """Attempts since the checkpoint before: by step, teacher and student; attempts at archived tasks are nobody's."""
+    path = run / "taught.json"
+    if not path.exists():
+        rows = load_run(run).rows
+        teachers = {(row["step"], row["match"]): row["member"] for row in rows if row["role"] == "teacher"}
+        taught: Taught = {}
+        for before, step in pairwise([0, *checkpoints(run)]):
+            counts = taught[str(step)] = {name: {} for name in sorted({*teachers.values()})}
+            for row in rows:
+                if row["role"] == "student" and not row["archived"] and before < row["step"] <= step:
+                    own = counts[teachers[row["step"], row["match"]]]
+                    own[row["member"]] = own.get(row["member"], 0) + 1
+        path.write_text(json.dumps(taught) + "\n")
+    return json.loads(path.read_text())
+
+
+def checkpoints(run: Path) -> list[int]:
+    """Steps of a run's checkpoints."""
+    return sorted(int(each.name.removeprefix("checkpoint-")) for each in run.glob("checkpoint-*"))
+
+
 def score(run: Path, attempts: int) -> dict[str, dict[str, Any]]:
     """Figures by step and student; step 0 is the base."""
     path = run / "likelihood.json"
     found = json.loads(path.read_text()) if path.exists() else {}
-    steps = sorted(int(each.name.removeprefix("checkpoint-")) for each in run.glob("checkpoint-*"))
     targets, tasks = write_targets(TARGETS), draw_held_out("likelihood", TARGETS)
     with Sandbox() as sandbox:
         scorer = Scorer(HALF_KNOWN, sandbox)
-        for step in tqdm([0, *steps], desc=str(run)):
+        for step in tqdm([0, *checkpoints(run)], desc=str(run)):
             if str(step) not in found:
                 asked = [] if step % EVERY else tasks
                 students = read_students(run / f"checkpoint-{step}") if step else {BASE_NAME: None}
@@ -129,14 +156,15 @@ def score(run: Path, attempts: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-Gains = list[list[tuple[float, float]]]  # a list per interval, with two gains of each student
+Gains = list[list[tuple[float, ...]]]  # a list per interval, with two gains of each student
 
 
-def compare(found: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+def compare(found: Mapping[str, Mapping[str, Any]], taught: Taught | None = None) -> list[list[str]]:
     """
     Correlations of gains: in log-probability and in the sampled rate, between the steps whose rate is known; and in
-    log-probability on two halves of the targets, between these steps and between all. Each is over students and
-    intervals, and again less the interval's mean, as a choice among members at one time sees them.
+    log-probability on two halves of the targets, between these steps and between all, there of teachers, too, if it is
+    known whom they taught. Each is over students and intervals, and again less the interval's mean, as a choice among
+    members at one time sees them.
 
     Raises:
         `ValueError`: If the rate is known of fewer than two steps.
@@ -160,6 +188,14 @@ def compare(found: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
             for before, after in pairwise(steps)
         ]
 
+    def of_teachers(*kinds: tuple[int, slice]) -> Gains:
+        teachers = []
+        for step, own in zip(steps[1:], gains(steps, *kinds), strict=True):
+            asked = {name: sum(of.get(name, 0) for of in taught[step].values()) for name in names}
+            shares = [[of.get(name, 0) / max(1, asked[name]) for name in names] for of in taught[step].values()]
+            teachers.append([weigh(own, row) for row in shares if any(row)])
+        return teachers
+
     whole, even, odd = slice(None), slice(0, None, 2), slice(1, None, 2)
     rows = [["gain in the log-probability of", "with", "points", "correlation", "less the interval's mean"]]
     for column, told in enumerate(("the block", "the whole answer")):
@@ -167,9 +203,15 @@ def compare(found: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
             "the gain in the sampled rate": gains(sampled, (column, whole), (-1, whole)),
             "itself, on the other half of the targets": gains(sampled, (column, even), (column, odd)),
             "likewise, between all checkpoints": gains(steps, (column, even), (column, odd)),
+            **({"likewise, of teachers": of_teachers((column, even), (column, odd))} if taught else {}),
         }.items():
             rows.append([told, other, str(sum(map(len, points))), *(f"{each:.2f}" for each in correlate(points))])
     return rows
+
+
+def weigh(gains: Sequence[tuple[float, ...]], weights: Sequence[float]) -> tuple[float, ...]:
+    """Weighted means of gains."""
+    return tuple(sum(map(mul, each, weights)) / sum(weights) for each in zip(*gains, strict=True))
 
 
 def correlate(gains: Gains) -> tuple[float, float]:
@@ -189,7 +231,7 @@ def main() -> None:
     parser.add_argument("--attempts", type=int, default=16, help="at each task, for the sampled rate")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print(markdown(compare(score(options.run, options.attempts))))
+    print(markdown(compare(score(options.run, options.attempts), count_taught(options.run))))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,16 @@
 """
 The race at equal rows: populations against one agent, each arm with as many sampled rows, paired by seed.
 
-    python studies/race.py --arms pooled agent_416 --seeds 0 1   # half an hour a run of one core
-    python studies/race.py --table_only                          # of all runs so far
+    python studies/race.py --arms pooled agent_416 --seeds 0 1                   # half an hour a run of one core
+    python studies/race.py --arms agent_104 --seeds 0 --rows 31200               # a first look, half as far
+    python studies/race.py --table_only                                          # of all runs so far
 
 `tiny/race_plan.json` fixed arms, settings and seeds before the first run. A *row* is a completion that is sampled for
 training: a proposal, valid or not, or an attempt at a proposal, at a filler or at an archived task. Runs lie in
 `<output>/<arm>/seed_<n>`, use one thread, are saved every 20 steps and go on where they stopped when the command is
-given again; several commands can share the work. At its end a run's students, each and merged into one model, are
-judged on tasks that no screen has used. The figures of all runs are kept in `<output>/race.json`; with that file in a
-new `<output>`, its runs stand in the tables beside those made there.
+given again, be it with more rows; several commands can share the work. At its end a run's students, each and merged
+into one model, are judged on tasks that no screen has used. The figures of all runs are kept in `<output>/race.json`;
+with that file in a new `<output>`, its runs stand in the tables beside those made there.
 """
 
 from __future__ import annotations
@@ -53,12 +54,18 @@ def judged_tasks(count: int) -> list[Task]:
     return fresh[:count]
 
 
+def trained_steps(run: Path) -> int:
+    """Steps of a finished run, 0 of one that is not."""
+    state = run / "trainer_state.json"
+    return json.loads(state.read_text())["global_step"] if state.exists() else 0
+
+
 def judge(run: Path, way: str) -> dict[str, dict[str, float]]:
     """
     Shares of right answers to the judged tasks and to the probes: of each student, and of all merged; measured once.
     A student gets a part of the attempts, so that all students together get as many as the merged model.
     """
-    path = run / "judged.json"
+    path = run / f"judged_{trained_steps(run)}.json"
     if not path.exists():
         checkpoint, rates = Path(get_last_checkpoint(str(run))), {}
         students = read_students(checkpoint)
@@ -146,6 +153,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arms", nargs="+", default=[*PLAN["arms"]], choices=[*PLAN["arms"]], metavar="ARM")
     parser.add_argument("--seeds", type=int, nargs="+", help="default: those of the plan")
+    parser.add_argument("--rows", type=int, default=PLAN["rows"], help="of each run, default: %(default)s")
     parser.add_argument("--output", type=Path, default=Path("runs/race"))
     parser.add_argument("--table_only", action="store_true", help="train nothing")
     options, settings = parser.parse_known_args()
@@ -154,11 +162,12 @@ def main() -> None:
         plan = PLAN["arms"][arm]
         for seed in options.seeds or plan["seeds"]:
             run = options.output / arm / f"seed_{seed}"
-            if not (run / "trainer_state.json").exists():
+            steps = options.rows // plan["rows_a_step"]
+            if trained_steps(run) < steps:
                 run.mkdir(parents=True, exist_ok=True)
+                (run / "trainer_state.json").unlink(missing_ok=True)  # from here on the run is unfinished again
                 asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
                 (run / "commit.txt").write_text(asked.stdout.strip())
-                steps = PLAN["rows"] // plan["rows_a_step"]
                 train(run, seed, False, [*options_of(plan["settings"], options.output, steps, HALF_KNOWN), *settings])
             print(f"{run}: {json.dumps(judge(run, plan['merged']))}", flush=True)
     kept = gather(options.output)

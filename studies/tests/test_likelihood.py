@@ -58,6 +58,23 @@ def test_students_of_one_interval_are_compared_with_each_other():
     assert within == pytest.approx(-1)
 
 
+def test_a_teacher_gains_what_its_students_gain_each_by_its_share_of_the_attempts():
+    # One student learns on both halves of the targets, the other unlearns; two teachers share neither of them evenly.
+    before = {"one": {"targets": [[-0.3, -3.0], [-0.2, -2.0]], "rate": 0.1}}
+    before["two"] = before["one"]
+    after = {
+        "one": {"targets": [[-0.1, -1.0], [-0.1, -1.0]], "rate": 0.3},
+        "two": {"targets": [[-0.4, -4.0], [-0.5, -5.0]], "rate": 0.2},
+    }
+    found = {"0": before, "1": after}
+    taught = {"1": {"first": {"one": 3, "two": 4}, "second": {"one": 1, "two": 4}, "idle": {}}}
+    told = likelihood.compare(found, taught)
+    (teachers,) = [row for row in told if row[:2] == ["the whole answer", "likewise, of teachers"]]
+    assert teachers[2:] == ["2", "1.00", "1.00"]
+    gains = likelihood.weigh([(2.0, 1.0), (-1.0, -3.0)], (0.75, 0.5))
+    assert gains == pytest.approx((0.8, -0.6))
+
+
 def test_the_page_tells_the_correlations_of_the_kept_runs():
     folder = Path(likelihood.__file__).parent
     found = json.loads((folder / "tiny" / "likelihood.json").read_text())

@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import race  # noqa: E402
-from likelihood import write_targets  # noqa: E402
+from likelihood import count_taught, write_targets  # noqa: E402
 from merging import WAYS  # noqa: E402
 from screen import draw_held_out, held_out_tasks, options_of  # noqa: E402
 from tiny_headroom import parse  # noqa: E402
@@ -37,7 +37,7 @@ def test_the_judged_tasks_stand_in_no_screen():
 
 
 @pytest.mark.slow
-def test_a_run_is_judged_each_student_and_all_as_one_model_and_not_made_twice(tmp_path, monkeypatch, capsys):
+def test_a_run_is_judged_by_student_and_as_one_model_goes_on_and_is_not_made_twice(tmp_path, monkeypatch, capsys):
     plan = {"rows": 48, "tasks": 2, "attempts": 2, "arms": {}}
     small = {"attempts_per_task": "2", "replay": "0", "max_completion_length": "48", "eval_steps": "100"}
     for name, more in {
@@ -49,6 +49,10 @@ def test_a_run_is_judged_each_student_and_all_as_one_model_and_not_made_twice(tm
     monkeypatch.setattr(race, "PLAN", plan)
     monkeypatch.setattr(race, "probe_tasks", lambda: race.judged_tasks(1))
     given = ["race.py", "--arms", *plan["arms"], "--output", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [*given, "--rows", "24"])
+    race.main()
+    halves = json.loads((tmp_path / race.RESULTS).read_text())
+    assert {run["0"]["rows"] for run in halves.values()} == {24}
     monkeypatch.setattr(sys, "argv", given)
     race.main()
     kept = json.loads((tmp_path / race.RESULTS).read_text())
@@ -57,6 +61,8 @@ def test_a_run_is_judged_each_student_and_all_as_one_model_and_not_made_twice(tm
     assert [*agent["judged"]] == [race.ONE_MODEL]
     assert pooled["rows"] == agent["rows"] == plan["rows"]
     assert all(0 <= rate <= 1 for each in pooled["judged"].values() for rate in each.values())
+    taught = count_taught(tmp_path / "pooled" / "seed_0")
+    assert sum(sum(of.values()) for own in taught.values() for of in own.values()) == 32, "attempts without proposals"
     made = (tmp_path / "pooled" / "seed_0" / "metrics.jsonl").stat().st_mtime_ns
     monkeypatch.setattr(sys, "argv", [*given, "--table_only"])
     race.main()
