@@ -82,6 +82,22 @@ def test_a_number_of_steps_that_the_run_does_not_have_is_told(play, caplog, name
     assert line.startswith(f"`{name}=4` does nothing in a run of 4 optimizer steps: ")
 
 
+def test_options_of_evolution_in_a_run_that_does_not_evolve_are_told(caplog):
+    from trl_populora import PopuLoRAConfig
+
+    def begin(**options):
+        given = {"students": 4, "max_steps": 30} | options
+        args = PopuLoRAConfig("unused", use_cpu=True, bf16=False, report_to="none", **given).for_prompts()
+        Alarms(lambda: Played([], []), lambda *told: None).on_train_begin(args, TrainerState(max_steps=30), None)
+
+    begin(evolve_every=5, cull_fraction=0.5)
+    begin(evolve_every=0, cull_fraction=0.5)  # somebody has switched it off
+    assert not caplog.messages
+    begin(cull_fraction=0.5, mutations="svd_perturb")
+    (line,) = caplog.messages
+    assert line.startswith("`cull_fraction`, `mutations`: nothing evolves, because `evolve_every` is 0")
+
+
 def test_a_run_in_which_nothing_is_valid_says_so(random_base, make_args, lora, seed_dataset, monkeypatch, caplog):
     """By what a real run logs: a random base writes no task and no answer."""
     from trl_populora.trainer import PopuLoRATrainer

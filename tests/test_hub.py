@@ -247,6 +247,24 @@ class TestPushed:
         assert huggingface_hub.ModelCard.load(tmp_path / "README.md").data.license == "apache-2.0"
 
     @pytest.mark.parametrize(
+        ("key", "given", "kept"),
+        [
+            ("tags", "3", ["3"]),
+            ("tags", "[3, mine]", ["3", "mine"]),
+            ("model-index", "[{name: x}]", [{"name": "x"}]),
+            ("model-index", "[{results: [{}, 3]}]", [{"results": [{}, 3]}]),
+        ],
+    )
+    def test_odd_metadata_of_a_readme_stay_and_stop_nothing(self, finished, tmp_path, key, given, kept):
+        shutil.copyfile(Path(finished.args.output_dir, "population.json"), tmp_path / "population.json")
+        (tmp_path / "README.md").write_text(f"---\n{key}: {given}\n---\nRead this first.\n")
+        for _ in range(2):
+            write_card(tmp_path, "me/mine")
+            _, metadata, text = (tmp_path / "README.md").read_text().split("---\n")
+            assert text == "Read this first.\n"
+            assert all(each in yaml.safe_load(metadata)[key] for each in kept)
+
+    @pytest.mark.parametrize(
         "where", ["an edited card", "notes below a card", "a text of one's own", "a card of one's own"]
     )
     def test_a_card_keeps_the_text_of_the_user(self, finished, tmp_path, where, caplog):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import re
@@ -203,6 +204,16 @@ NUMBERS = {
     ]
     for kind in (int, float)
 }
+
+
+def test_numbers_of_numpy_become_pythons(make_args):
+    """Records in JSON refuse numbers of NumPy, and would do so at the first step only."""
+    args = make_args(students=np.int64(2), learning_rate=np.float32(0.5))
+    assert (type(args.students), type(args.learning_rate)) == (int, float)
+    args = PopuLoRAConfig("unused", use_cpu=True, bf16=False, learning_rate=np.float32([0.5, 0.25])).for_prompts()
+    assert (args.students, args.member_values) == (2, {"learning_rate": [0.5, 0.25]})
+    args.seed = np.int64(3)
+    json.dumps([args.students, args.learning_rate, args.member_values, args.seed])
 
 
 @pytest.mark.parametrize("name", NUMBERS[int])

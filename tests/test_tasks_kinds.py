@@ -114,6 +114,8 @@ def test_every_kind_is_found_by_its_name():
         (f"{__name__}:NoKind", "is no TaskKind but NoKind"),
         (f"{__name__}:Nameless", "has no `name`"),
         (type("Slashed", (CodeO,), {"name": "code/o"})(), "has the `name` 'code/o'; a name has letters, digits"),
+        (type("Base", (CodeO,), {"name": "base"})(), "has the `name` 'base', as the base or a member has"),
+        (type("Member", (CodeO,), {"name": "student_0"})(), "has the `name` 'student_0', as the base or a member"),
         (type("Taken", (CodeO,), {"measures": ("step",)})(), "`measures` calls a measure 'step', which has a meaning"),
         (type("Split", (CodeO,), {"measures": ("a/b",)})(), "`measures` calls a measure 'a/b'; a name has letters"),
     ],

@@ -35,6 +35,7 @@ from trl import GRPOConfig, ModelConfig, get_peft_config
 from trl_populora.files import drop_secrets
 from trl_populora.options import (
     OneOrMore,
+    as_python,
     check_bounds,
     check_choices,
     check_numbers,
@@ -409,7 +410,7 @@ class PopuLoRAConfig(GRPOConfig):
         self._changed = frozenset()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
+        super().__setattr__(name, as_python(value))
         changed = self.__dict__.get("_changed")
         if changed is not None and name in self.__dataclass_fields__:
             self.__dict__["_changed"] = changed | {name}
@@ -710,6 +711,13 @@ class PopuLoRAConfig(GRPOConfig):
         """Lists the options that were set and do nothing, because the first event would come after the last step."""
         every = {name: getattr(self, name) for name in ("evolve_every", "pool_every") if self._given[name]}
         return [f"{name}={steps}" for name, steps in every.items() if steps >= max_steps]
+
+    def list_idle_breeding(self) -> list[str]:
+        """Lists the options of evolution that were set and do nothing, because `evolve_every` was not and became 0."""
+        if self.evolve_every or self._given["evolve_every"] is not None:
+            return []
+        own = [each for each in fields(Breeding) if each.name in self.__dataclass_fields__ and each.name != "seed"]
+        return [each.name for each in own if each.name != "evolve_every" and self._given[each.name] != each.default]
 
     def build(self, room: type[Settings], **further: Any) -> Settings:
         """

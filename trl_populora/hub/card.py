@@ -274,7 +274,7 @@ def _write(path: Path, metadata: dict[str, Any], text: str, details: Mapping[str
             logger.warning("%s keeps the text that you gave it. To get a new text, remove the file.", path)
             text = earlier.text
         own = kept.get("tags") or []
-        tags = {*metadata["tags"], *([own] if isinstance(own, str) else own)}
+        tags = {*metadata["tags"], *map(str, own if isinstance(own, list) else [own])}
         metadata |= kept | {key: metadata[key] for key in details if key in metadata} | {"tags": sorted(tags)}
     with write_whole(path) as unfinished:
         unfinished.write_text(f"---\n{CardData(**metadata).to_yaml()}\n---\n{text}", encoding="utf-8")

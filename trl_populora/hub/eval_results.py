@@ -167,10 +167,19 @@ def drop_our_results(model_index: Any) -> list[dict[str, Any]]:
     """Drops from a card's `model-index` the scores of [`make_model_index`]: they may be of earlier weights."""
     kept = []
     for model in model_index if isinstance(model_index, list) else ():
-        others = [each for each in model["results"] if "how" not in (each["dataset"].get("args") or {})]
-        if others:
+        results = model.get("results") if isinstance(model, dict) else None
+        if not isinstance(results, list):  # somebody's own, and no score of ours
+            kept.append(model)
+        elif others := [each for each in results if not _is_ours(each)]:
             kept.append(model | {"results": others})
     return kept
+
+
+def _is_ours(result: Any) -> bool:
+    """Says whether [`make_model_index`] wrote a score; somebody else's may have any form."""
+    for key in ("dataset", "args"):
+        result = result.get(key) if isinstance(result, dict) else None
+    return isinstance(result, dict) and "how" in result
 
 
 def write_results(root: Path, figures: Sequence[Figure], best: str, repo: str) -> None:

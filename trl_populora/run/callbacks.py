@@ -249,6 +249,12 @@ class _Alarms(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._well, self._begin = {}, state.global_step
+        if state.is_world_process_zero and (idle := args.list_idle_breeding()):
+            logger.warning(
+                "%s: nothing evolves, because `evolve_every` is 0 in this run unless it is set. Set it to a number of "
+                "optimizer steps.",
+                ", ".join(f"`{name}`" for name in idle),
+            )
         for told in args.list_idle_options(state.max_steps) if state.is_world_process_zero else ():
             logger.warning(
                 "`%s` does nothing in a run of %d optimizer steps: it acts when the step after begins. Lower it, or "

@@ -11,6 +11,7 @@ python/      the three built-in kinds: find the output, find an input, write the
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from typing import Any
@@ -43,6 +44,8 @@ __all__ = [
 ]
 
 TASK_KINDS = {"code_o": CodeO, "code_i": CodeI, "code_f": CodeF}
+# Evaluations have `base/solve_rate` and `student_0/solve_rate`, and as many for kinds of task.
+_TAKEN = re.compile(r"base|(teacher|student)_\d+")
 
 
 def check_names(names: Any) -> None:
@@ -115,14 +118,7 @@ def resolve_kind(name: str | TaskKind) -> TaskKind:
         raise ValueError(f"Unknown task kind {name!r}; it must be {choices}.")
     if not isinstance(kind, TaskKind):
         raise ValueError(f"Task kind {name!r} is no TaskKind but {type(kind).__name__}; it must be {choices}.")
-    if not isinstance(getattr(kind, "name", None), str):
-        raise ValueError(
-            f'Task kind {name!r} has no `name` that is a text; give its class one, for example `name = "arithmetic"`.'
-        )
-    if not NAME.fullmatch(kind.name):
-        raise ValueError(
-            f"Task kind {name!r} has the `name` {kind.name!r}; a name has letters, digits, `_`, `-` and `.` only."
-        )
+    _check_name(name, kind)
     # A text is a sequence, too: `("code_o")` without its comma would be taken for the kinds `c`, `o`, `d` and so on.
     for field in ("reference_kinds", "measures"):
         if isinstance(getattr(kind, field), str):
@@ -131,3 +127,20 @@ def resolve_kind(name: str | TaskKind) -> TaskKind:
             )
     check_measures(kind.name, "measures", kind.measures)
     return kind
+
+
+def _check_name(name: str | TaskKind, kind: TaskKind) -> None:
+    """Checks the `name` of the kind that was found by `name`."""
+    if not isinstance(getattr(kind, "name", None), str):
+        raise ValueError(
+            f'Task kind {name!r} has no `name` that is a text; give its class one, for example `name = "arithmetic"`.'
+        )
+    if not NAME.fullmatch(kind.name):
+        raise ValueError(
+            f"Task kind {name!r} has the `name` {kind.name!r}; a name has letters, digits, `_`, `-` and `.` only."
+        )
+    if _TAKEN.fullmatch(kind.name):
+        raise ValueError(
+            f"Task kind {name!r} has the `name` {kind.name!r}, as the base or a member has; give it another, so that "
+            "their scores are not mixed."
+        )

@@ -216,7 +216,7 @@ def check_texts(texts: Any) -> None:
         known = (*_PLACEHOLDERS, *_FURTHER_PLACEHOLDERS.get(name, ()))
         try:
             text.format(**dict.fromkeys(known, 1))
-        except (KeyError, IndexError, ValueError, AttributeError) as error:
+        except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
             raise ValueError(
                 f"`prompt_texts[{name!r}]` has braces that name nothing ({error}). Known are "
                 f"{', '.join('{' + each + '}' for each in known)}; a brace itself is written twice."
