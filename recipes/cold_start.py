@@ -208,9 +208,9 @@ def main(arguments: list[str]) -> None:
         trainer = prepare(recipe, args, model)
     except ValueError as error:
         raise SystemExit(f"cold_start.py: {error}") from error
-    directory = trainer.args.output_dir
+    directory, checkpoint = trainer.args.output_dir, recipe.resume
     with score_labels_alone():
-        trainer.train(resume_from_checkpoint=get_last_checkpoint(directory) if recipe.resume else None)
+        trainer.train(resume_from_checkpoint=get_last_checkpoint(directory) if checkpoint == "newest" else checkpoint)
     trainer.save_model()
     print(f"The adapter is in {directory}; the run starts from it with `warm_start: {directory}`.")
 

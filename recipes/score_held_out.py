@@ -272,7 +272,7 @@ def cell(value: float | Sequence[float] | None, signed: bool) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", help="directories of runs or of their checkpoints, on one base")
-    parser.add_argument("--tasks", required=True, help="as --eval_tasks; recipes/published_tasks.py makes some")
+    parser.add_argument("--tasks", required=True, help="a file, as recipes/published_tasks.py makes, or a Hub dataset")
     parser.add_argument("--start", type=Path, help="the adapter that all members started from (warm_start)")
     parser.add_argument("--task_kinds", nargs="+", help="kinds that the runs play; needed where one is your own")
     parser.add_argument("--attempts", type=int, default=8)

@@ -259,7 +259,10 @@ def test_an_interrupted_cold_start_goes_on_to_the_same_adapter(tmp_path):
     begun.add_callback(Interrupt())
     begun.train()
     assert begun.state.global_step == 20 < begun.state.max_steps
-    cold_start.main([*arguments_of(tmp_path / "parts", **settings), "--resume", "true"])
+    again = arguments_of(tmp_path / "parts", **settings)
+    with pytest.raises(ValueError, match="checkpoint-7"):
+        cold_start.main([*again, "--resume", str(tmp_path / "checkpoint-7")])  # a named one is not the newest
+    cold_start.main([*again, "--resume", "true"])
     whole, parts = (load_peft_weights(str(tmp_path / each / "cold"), device="cpu") for each in ("whole", "parts"))
     torch.testing.assert_close(parts, whole)
 
