@@ -44,7 +44,7 @@ from trl_populora.start import (
     make_referee,
 )
 from trl_populora.step.microbatch import score_labels_alone
-from trl_populora.tasks.dataset import build_archive, read_held_out, read_tasks
+from trl_populora.tasks.dataset import build_archive, read_given_tasks
 from trl_populora.tasks.python.reading import has_thinking
 
 
@@ -98,10 +98,8 @@ def write_documents(
         `ValueError`: If none of some role and kind can be written.
     """
     kinds = make_kinds(args)
-    archive = build_archive(
-        read_tasks(recipe.seed_tasks), kinds, args.prompt_style, args.archive_size, args.references_per_proposal
-    )
-    tables = read_held_out(recipe.eval_tasks, args.task_kinds)
+    begun, tables = read_given_tasks(recipe.seed_tasks, recipe.eval_tasks, args.task_kinds)
+    archive = build_archive(begun, kinds, args.prompt_style, args.archive_size, args.references_per_proposal)
     held_out = None if tables is None else load_held_out(tables, kinds, archive, args)
     referee = make_referee(args, kinds, base, tokenizer, held_out)
 

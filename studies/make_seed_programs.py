@@ -3,8 +3,9 @@ Makes the tasks that populations on chat models start from, out of the programs 
 
     python studies/make_seed_programs.py
 
-Every program runs twice in the sandbox on each of its inputs, and what it returns is the output. To change a task or
-add one, edit the text and run this again.
+Every program runs twice in the sandbox on each of its inputs, and what it returns is the output. Of each level some
+programs are *held out*: a run with `--eval_tasks real` is scored on their tasks and begins with the others. To change
+a task or add one, edit the text and run this again.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,9 @@ for _kind in KINDS:
     _kind.configure(KindSettings(prompt_style="turns"))
 SOURCE = Path(__file__).with_name("seed_programs.txt")
 _HEADING = re.compile(r"# (?P<level>[123]) (?P<topic>[a-z]+)(?:: (?P<hint>.+))?\n")
+
+
+HELD_OUT = {1: 21, 2: 24, 3: 25}  # programs by level
 
 
 @dataclass(frozen=True)
@@ -105,15 +110,26 @@ def is_copied(kind: TaskKind, task: Task, sandbox: Sandbox) -> bool:
     return any(kind.correct(task, *each) for each in zip(answers, verdicts, strict=True))
 
 
+def choose_held_out(programs: Sequence[SeedProgram]) -> set[str]:
+    """The programs that are held out, drawn level by level."""
+    rng, found = random.Random("held out"), set()
+    for level, count in HELD_OUT.items():
+        found |= {*rng.sample([each.program for each in programs if each.level == level], count)}
+    return found
+
+
 def write_tasks(path: Path) -> int:
-    """Writes the tasks with their `level` and `topic`; returns how many there are."""
+    """Writes the tasks with their `level` and `topic`, and whether they are held out; returns how many there are."""
     lines = []
+    programs = read_programs(SOURCE.read_text(encoding="utf-8"))
+    held_out = choose_held_out(programs)
     with Sandbox() as sandbox:
-        for program in read_programs(SOURCE.read_text(encoding="utf-8")):
+        for program in programs:
             for task in tasks_of(program, sandbox):
                 record = task.to_record()
                 del record["author"], record["step"]
-                lines.append(json.dumps({**record, "level": program.level, "topic": program.topic}))
+                about = {"level": program.level, "topic": program.topic, "held_out": program.program in held_out}
+                lines.append(json.dumps(record | about))
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return len(lines)
 

@@ -11,6 +11,7 @@ import pytest
 from tests.countdown import GivenCountdown
 from tests.games import G, make_game, play, solve_by_plan
 from tests.small_run import small_args, small_trainer
+from trl_populora.assets import real_seed_tasks
 from trl_populora.population.members import Population
 from trl_populora.population.ratings import Matchmaker
 from trl_populora.report.load import load_run, load_samples
@@ -18,7 +19,9 @@ from trl_populora.report.page import write_report
 from trl_populora.run.read import read_lines
 from trl_populora.sandbox import Sandbox
 from trl_populora.tasks import CodeF, Task, make_task
-from trl_populora.tasks.dataset import read_held_out
+from trl_populora.tasks.dataset import read_given_tasks, read_held_out, read_tasks
+from trl_populora.tasks.python.normal_form import normal_forms
+from trl_populora.tasks.python.programs import parse_function
 
 
 def tasks(count: int) -> list:
@@ -173,6 +176,21 @@ def test_its_report_shows_what_there_is(run):
     assert page.count("was asked:") == len(load_samples(path))
     assert "student_1" in page
     assert "teacher_0" not in page
+
+
+def test_the_packages_real_tasks_are_split_by_program(tmp_path):
+    everything = read_tasks(real_seed_tasks())
+    begun, held_out = read_given_tasks(None, "real", ["code_o", "code_i", "code_f"])
+    assert len(begun) + len(held_out) == len(everything)
+    forms = [{normal_forms(parse_function(each))[0] for each in table["program"]} for table in (begun, held_out)]
+    assert not forms[0] & forms[1], "nobody trains on a held-out program, on no other input and in no other kind"
+    assert (len(forms[1]), {*held_out["level"]}) == (70, {1, 2, 3})
+    _, two = read_given_tasks(None, "real", ["code_o", "code_i"])
+    assert {*two["kind"]} == {"code_o", "code_i"}
+    path = str(tmp_path / "mine.jsonl")
+    begun.select([0]).to_json(path)
+    assert [len(each) for each in read_given_tasks(path, "real", ["code_o", "code_i"])] == [1, len(two)]
+    assert read_given_tasks(None, "tiny", ["code_o"])[0] is read_given_tasks(None, None, ["code_o"])[0] is None
 
 
 def test_the_embedded_bases_held_out_tasks_are_those_of_the_kinds_that_are_played():

@@ -470,6 +470,13 @@ def test_training_options_are_listed_in_the_order_of_the_config_each_with_its_en
     assert "Tasks that each teacher proposes in a step, spread over the kinds" in text
 
 
+@pytest.mark.parametrize("model", [[], ["--model_name_or_path", "tiny"]])
+def test_the_embedded_base_is_not_asked_the_held_out_tasks_of_other_bases(model, tmp_path):
+    given = ["train", "--output_dir", str(tmp_path), "--use_cpu", "true", "--bf16", "false", "--eval_tasks", "real"]
+    with pytest.raises(SystemExit, match="`eval_tasks=real` holds out tasks in ordinary Python.* Take `tiny`"):
+        cli.main([*given, *model])
+
+
 def test_a_saved_archive_seeds_another_run_from_its_yaml(seed_tasks, make_args, tmp_path):
     earlier, path = TaskArchive(), tmp_path / "archive.parquet"
     for task in seed_tasks:

@@ -40,7 +40,9 @@ class TrainArguments:
     )
     eval_tasks: str | None = field(
         default=None,
-        metadata={"help": "Held-out tasks: as seed_tasks, or 'tiny' (those of the embedded base) or 'none'."},
+        metadata={
+            "help": "Held-out tasks: as seed_tasks, or 'tiny' (of the embedded base), 'real' (of others), 'none'."
+        },
     )
     resume: str | None = field(
         default=None,
@@ -160,9 +162,9 @@ def build_trainer(recipe, args, model, prompts=None):
     """
     from trl import get_quantization_config
 
-    from trl_populora.assets import TINY
+    from trl_populora.assets import REAL, TINY
     from trl_populora.config import base_options, list_member_loras
-    from trl_populora.tasks.dataset import read_held_out, read_tasks
+    from trl_populora.tasks.dataset import read_given_tasks
     from trl_populora.tasks.script import find_reward_functions, read_prompts, refuse_both
     from trl_populora.trainer import PopuLoRATrainer
 
@@ -173,8 +175,12 @@ def build_trainer(recipe, args, model, prompts=None):
     if prompts is not None and prompts.dataset_names:
         train_dataset, eval_dataset = read_prompts(prompts, args.eval_strategy != "no" or args.eval_on_start)
     else:
-        train_dataset = read_tasks(recipe.seed_tasks)
-        eval_dataset = read_held_out(recipe.eval_tasks, args.task_kinds)
+        if recipe.eval_tasks == REAL and model.model_name_or_path in (None, TINY):
+            raise ValueError(
+                "`eval_tasks=real` holds out tasks in ordinary Python, which the embedded base does not read. Take "
+                "`tiny` with it."
+            )
+        train_dataset, eval_dataset = read_given_tasks(recipe.seed_tasks, recipe.eval_tasks, args.task_kinds)
     args.model_init_kwargs = base_options(model, args.model_init_kwargs)
     trainer = PopuLoRATrainer(
         model=model.model_name_or_path or TINY,

@@ -17,7 +17,7 @@ from pathlib import Path
 from datasets import Dataset, DatasetDict, load_dataset
 from datasets.exceptions import DatasetGenerationError
 
-from trl_populora.assets import TINY, real_seed_tasks, tiny_eval_tasks
+from trl_populora.assets import REAL, TINY, real_seed_tasks, tiny_eval_tasks
 from trl_populora.tasks.archive import TaskArchive, load_seed_tasks, read_task
 from trl_populora.tasks.kind import Task, TaskKind
 
@@ -95,20 +95,49 @@ def _find_fault(source: str, error: Exception) -> str:
     return str(error.__cause__ or error)
 
 
+def read_given_tasks(seed_tasks: str | None, eval_tasks: str | None, kinds: Sequence[str]):
+    """
+    Reads the tasks that a run begins with, and its held-out tasks.
+
+    Args:
+        seed_tasks: As `source` of [`read_tasks`]. With `None` the run begins with the package's tasks, less those that
+            `real` holds out.
+        eval_tasks: As `source` of [`read_held_out`].
+        kinds: Kinds that the run plays.
+
+    Returns:
+        Two tables, each `None` if there is none: `train_dataset` and `eval_dataset` of the trainer.
+    """
+    held_out = read_held_out(eval_tasks, kinds)
+    begun = read_tasks(seed_tasks)
+    if begun is None and eval_tasks == REAL:
+        begun = _read_real_tasks(held_out=False)
+    return begun, held_out
+
+
 def read_held_out(source: str | None, kinds: Sequence[str]):
     """
     Reads a table of held-out tasks.
 
     Args:
-        source: As in [`read_tasks`], or `tiny` for the held-out tasks that ship with the embedded base.
-        kinds: Kinds that the run plays. From `tiny` only tasks of these kinds are taken, or all tasks if none is of
-            these kinds.
+        source: As in [`read_tasks`], or one of two tables of the package: `tiny` for the embedded base, `real` for
+            other bases.
+        kinds: Kinds that the run plays. From the package's tables only tasks of these kinds are taken, or all tasks if
+            none is of these kinds.
     """
-    if source != TINY:
+    if source == TINY:
+        table = read_tasks(tiny_eval_tasks())
+    elif source == REAL:
+        table = _read_real_tasks(held_out=True)
+    else:
         return read_tasks(source)
-    table = read_tasks(tiny_eval_tasks())
     # If no task is of a kind that is played, the whole table is returned. The trainer then says what is wrong with it.
     return table.select([n for n, kind in enumerate(table["kind"]) if kind in kinds] or range(len(table)))
+
+
+def _read_real_tasks(held_out: bool):
+    table = read_tasks(real_seed_tasks())
+    return table.select([n for n, held in enumerate(table["held_out"]) if held == held_out])
 
 
 def load_built_in_tasks(style: str | None) -> list[Task]:
