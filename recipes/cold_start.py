@@ -23,6 +23,7 @@ from typing import Any
 
 from cold_documents import Document, DocumentWriter
 from datasets import Dataset
+from ordinary_documents import answer_instructions
 from peft import LoraConfig
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.trainer_utils import get_last_checkpoint
@@ -58,6 +59,8 @@ class ColdStartArguments(TrainArguments):
         worked (`float`, *optional*, defaults to `1.0`): Share of the answers to code_o and code_i that are worked out
             line by line before. The others are direct, which a small base at first gets right as often: with half of
             each, self-play left only direct ones after 12 steps, and nothing to learn.
+        instructions (`float`, *optional*, defaults to `0.1`): Share of the documents that are ordinary instructions
+            with the base's own answers, so that it keeps more of what it could do. The embedded base gets none.
         further_tasks (`int`, *optional*, defaults to `600`): Simple tasks that `tiny_programs.py` makes, to be
             proposed and answered beside those of the run.
         documents_per_step (`int`, *optional*, defaults to `8`): Of one optimizer step.
@@ -66,6 +69,7 @@ class ColdStartArguments(TrainArguments):
 
     documents: int = field(default=1000, metadata={"help": "Proposals and answers that are shown, each once."})
     worked: float = field(default=1.0, metadata={"help": "Share of the code_o and code_i answers worked out."})
+    instructions: float = field(default=0.1, metadata={"help": "Share of ordinary instructions among documents."})
     further_tasks: int = field(default=600, metadata={"help": "Simple tasks beside the run's."})
     documents_per_step: int = field(default=8, metadata={"help": "Documents of one optimizer step."})
     cold_start_rate: float = field(default=1e-3, metadata={"help": "Learning rate, falling to 0."})
@@ -95,8 +99,12 @@ def write_documents(
     The documents of a run, the same for the same seed.
 
     Raises:
-        `ValueError`: If none of some role and kind can be written.
+        `ValueError`: If none of some role and kind can be written, or `instructions` is no share.
     """
+    if not 0 <= recipe.instructions < 1:
+        raise ValueError(f"`instructions` is a share, from 0 to below 1, got {recipe.instructions}.")
+    # The embedded base knows its own formats alone.
+    ordinary = 0 if args.prompt_style == "compact" else round(recipe.documents * recipe.instructions)
     kinds = make_kinds(args)
     begun, tables = read_given_tasks(recipe.seed_tasks, recipe.eval_tasks, args.task_kinds)
     archive = build_archive(begun, kinds, args.prompt_style, args.archive_size, args.references_per_proposal)
@@ -109,8 +117,9 @@ def write_documents(
 
     with referee.sandbox:
         fit_into_context(referee, archive, held_out, make_free_token_counter(base, tokenizer, args))
-        writer = DocumentWriter(referee, archive, args.references_per_proposal, fits, random.Random(args.seed))
-        documents = writer.write(recipe.documents, recipe.worked, recipe.further_tasks)
+        rng = random.Random(args.seed)
+        writer = DocumentWriter(referee, archive, args.references_per_proposal, fits, rng)
+        documents = writer.write(recipe.documents - ordinary, recipe.worked, recipe.further_tasks)
     found = Counter(document.name for document in documents)
     if missing := [name for kind in kinds for name in (f"propose {kind}", f"solve {kind}") if not found[name]]:
         raise ValueError(
@@ -118,6 +127,10 @@ def write_documents(
             f"`max_completion_length={args.max_completion_length}`. Add seed tasks or leave the kind out."
         )
     worked = sum(has_thinking(document.answer) for document in documents)
+    if ordinary:
+        documents += answer_instructions(base, tokenizer, args, ordinary)
+        rng.shuffle(documents)
+        found["ordinary"] = sum(document.name == "ordinary" for document in documents)
     told = ", ".join(f"{count} {name}" for name, count in sorted(found.items()))
     print(f"{len(documents)} documents: {told}; {worked} answers are worked out.")
     return documents

@@ -33,6 +33,7 @@ from trl_populora.tasks.python.reading import has_thinking
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
 import cold_start  # noqa: E402
+import ordinary_documents  # noqa: E402
 from cold_documents import DocumentWriter  # noqa: E402
 
 
@@ -183,6 +184,27 @@ def test_a_population_starts_from_the_adapter_in_both_roles(base, qwen, tmp_path
     assert trainer.state.global_step == 1
 
 
+def test_ordinary_instructions_are_shown_with_the_bases_own_greedy_answers(qwen, tmp_path, capsys):
+    """A random base rarely ends: most answers are cut off, and none of these is shown."""
+    played = {"task_kinds": ["code_o"], "max_completion_length": 600, "documents": 20, "instructions": 0.5}
+    words = arguments_of(tmp_path, model_name_or_path=qwen, **played)
+    recipe, args, model = cold_start.parse(words)
+    trainer = cold_start.prepare(recipe, args, model)
+    known = set(ordinary_documents.read_instructions())
+    shown = [row for row in trainer.train_dataset if row["prompt"][-1]["content"] in known]
+    assert shown
+    assert f"{len(shown)} ordinary" in capsys.readouterr().out
+    tokenizer, ends = trainer.processing_class, trainer.model.generation_config.eos_token_id
+    for row in shown[:2]:
+        ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_tensors="pt")[
+            "input_ids"
+        ]
+        with trainer.model.disable_adapter():
+            answer = trainer.model.generate(ids, do_sample=False, max_new_tokens=12)[0, ids.shape[1] :].tolist()
+        answer = answer[: answer.index(ends)] if ends in answer else answer
+        assert row["completion"][0]["content"].startswith(tokenizer.decode(answer)), "without padding, and alone"
+
+
 def test_the_assistants_last_turn_alone_is_learned(qwen, tmp_path):
     options = {"model_name_or_path": qwen, "task_kinds": ["code_o"], "max_completion_length": 600}
     trainer = cold_start.prepare(*cold_start.parse(arguments_of(tmp_path, **options)))
@@ -272,6 +294,7 @@ def test_an_interrupted_cold_start_goes_on_to_the_same_adapter(tmp_path):
     [
         ({"warm_start": None}, "`warm_start` names the directory that gets the adapter of all members, got None"),
         ({"warm_start": '{"student": "sft"}'}, "`warm_start` names the directory"),
+        ({"instructions": 1.0}, "`instructions` is a share, from 0 to below 1, got 1.0"),
         ({"worked": 1.5}, "`worked` is a share, between 0 and 1, got 1.5"),
         ({"max_completion_length": 8}, "No document can be written for .*propose code_o"),
         (
