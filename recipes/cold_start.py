@@ -5,9 +5,10 @@
 
 Takes the settings of the run itself, so that prompts, kinds, tasks, limits and the adapter's shape are the run's, and
 leaves an ordinary LoRA adapter where the run's `warm_start` looks for it: all members start from it. TRL's
-`SFTTrainer` trains it on documents that `cold_documents.py` writes, on the assistant's last turn alone. A 135M takes
-20 minutes on two CPU cores; on a GPU the documents of a step go through the model together. `--resume` goes on after
-an interruption. `--help` lists the options.
+`SFTTrainer` trains it on documents that `cold_documents.py` writes, and on ordinary instructions with the base's own
+answers, on the assistant's last turn alone. A 135M takes 20 minutes on two CPU cores, and some more for these answers;
+on a GPU the documents of a step go through the model together. `--resume` goes on after an interruption. `--help`
+lists the options.
 
 What it leaves out: measuring what came of it. A run's first steps do, or its held-out tasks with `eval_on_start`.
 """
@@ -55,12 +56,14 @@ class ColdStartArguments(TrainArguments):
     What a cold start needs beside the settings of its run.
 
     Args:
-        documents (`int`, *optional*, defaults to `1000`): Proposals and answers that are shown, each once.
+        documents (`int`, *optional*, defaults to `1000`): Proposals and answers that are shown, each once, ordinary
+            ones among them.
         worked (`float`, *optional*, defaults to `1.0`): Share of the answers to code_o and code_i that are worked out
             line by line before. The others are direct, which a small base at first gets right as often: with half of
             each, self-play left only direct ones after 12 steps, and nothing to learn.
         instructions (`float`, *optional*, defaults to `0.1`): Share of the documents that are ordinary instructions
-            with the base's own answers, so that it keeps more of what it could do. The embedded base gets none.
+            with the base's own answers, meant to keep what it could do. There are 154 instructions. The embedded base
+            is shown none.
         further_tasks (`int`, *optional*, defaults to `600`): Simple tasks that `tiny_programs.py` makes, to be
             proposed and answered beside those of the run.
         documents_per_step (`int`, *optional*, defaults to `8`): Of one optimizer step.
@@ -96,17 +99,15 @@ def write_documents(
     recipe: ColdStartArguments, args: PopuLoRAConfig, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> list[Document]:
     """
-    The documents of a run, the same for the same seed.
+    The documents of a run, the same for the same seed; the base's own answers only on the same hardware.
 
     Raises:
         `ValueError`: If none of some role and kind can be written, or `instructions` is no share.
     """
     if not 0 <= recipe.instructions < 1:
         raise ValueError(f"`instructions` is a share, from 0 to below 1, got {recipe.instructions}.")
-    # The embedded base knows its own formats alone.
-    ordinary = 0 if args.prompt_style == "compact" else round(recipe.documents * recipe.instructions)
     kinds = make_kinds(args)
-    begun, tables = read_given_tasks(recipe.seed_tasks, recipe.eval_tasks, args.task_kinds)
+    begun, tables = read_given_tasks(recipe.seed_tasks, recipe.eval_tasks, args.task_kinds, args.prompt_style)
     archive = build_archive(begun, kinds, args.prompt_style, args.archive_size, args.references_per_proposal)
     held_out = None if tables is None else load_held_out(tables, kinds, archive, args)
     referee = make_referee(args, kinds, base, tokenizer, held_out)
@@ -115,11 +116,14 @@ def write_documents(
         tokens = len(tokenizer.encode(answer, add_special_tokens=False))
         return args.max_completion_length is None or tokens < args.max_completion_length
 
+    # The embedded base, whose prompts are compact, knows its own formats alone.
+    asked = 0 if args.prompt_style == "compact" else round(recipe.documents * recipe.instructions)
+    ordinary = answer_instructions(base, tokenizer, args, asked) if asked else []
     with referee.sandbox:
         fit_into_context(referee, archive, held_out, make_free_token_counter(base, tokenizer, args))
         rng = random.Random(args.seed)
         writer = DocumentWriter(referee, archive, args.references_per_proposal, fits, rng)
-        documents = writer.write(recipe.documents - ordinary, recipe.worked, recipe.further_tasks)
+        documents = writer.write(recipe.documents - len(ordinary), recipe.worked, recipe.further_tasks)
     found = Counter(document.name for document in documents)
     if missing := [name for kind in kinds for name in (f"propose {kind}", f"solve {kind}") if not found[name]]:
         raise ValueError(
@@ -128,9 +132,9 @@ def write_documents(
         )
     worked = sum(has_thinking(document.answer) for document in documents)
     if ordinary:
-        documents += answer_instructions(base, tokenizer, args, ordinary)
+        documents += ordinary
         rng.shuffle(documents)
-        found["ordinary"] = sum(document.name == "ordinary" for document in documents)
+        found["ordinary"] = len(ordinary)
     told = ", ".join(f"{count} {name}" for name, count in sorted(found.items()))
     print(f"{len(documents)} documents: {told}; {worked} answers are worked out.")
     return documents
@@ -196,6 +200,8 @@ def prepare(recipe: ColdStartArguments, args: PopuLoRAConfig, model: MemberConfi
         `ValueError`: If something cannot be used, with the way out.
     """
     check_adapter_directory(args.warm_start, recipe.resume)
+    if recipe.resume not in (None, "newest") and not Path(recipe.resume).is_dir():
+        raise ValueError(f"`resume={recipe.resume}`: there is no such checkpoint. `--resume` alone takes the newest.")
     for option, values in model.member_values.items():
         raise ValueError(f"`{option}={values}`: a cold start trains one adapter. Give one number.")
     name, args.model_init_kwargs = model.model_name_or_path or TINY, base_options(model, args.model_init_kwargs)

@@ -1,6 +1,6 @@
 """
-Ordinary instructions with the base's own answers: what a cold start shows beside its tasks, so that the base keeps
-what it could do. `instructions.txt` has the instructions, one a line. Used by `cold_start.py`.
+Ordinary instructions with the base's own answers, for a cold start to show beside its tasks. `instructions.txt` has
+the instructions, one a line. Used by `cold_start.py`.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ import random
 from pathlib import Path
 
 import torch
+from accelerate.utils import broadcast_object_list
 from cold_documents import Document
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from trl_populora.config import PopuLoRAConfig
-from trl_populora.generate.player import find_end_tokens
+from trl_populora.generate.player import make_sampling_config
 
 
 SOURCE = Path(__file__).with_name("instructions.txt")
@@ -30,13 +31,21 @@ def answer_instructions(
     base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: PopuLoRAConfig, count: int
 ) -> list[Document]:
     """
-    Up to `count` ordinary instructions, in random order, each with the base's greedy answer. There are fewer where the
-    base does not come to an end.
+    Up to `count` ordinary instructions, in random order, each with the base's greedy answer. There are fewer if the
+    file has fewer that the base answers to an end.
     """
     instructions, found = read_instructions(), list[Document]()
     random.Random(args.seed).shuffle(instructions)
-    known = torch.atleast_1d(torch.as_tensor(base.generation_config.eos_token_id or [])).tolist()
-    ends = find_end_tokens(tokenizer, known, template_kwargs=args.chat_template_kwargs)
+    run = make_sampling_config(base.generation_config, tokenizer, args)
+    greedy = GenerationConfig(
+        do_sample=False,
+        max_new_tokens=LONGEST,
+        repetition_penalty=1.0,
+        eos_token_id=run.eos_token_id,
+        pad_token_id=run.pad_token_id,
+    )
+    if base.device.type == "cpu":
+        base.to(args.device)  # with several processes the base is not on their devices yet
     progress = tqdm(total=count, desc="ordinary answers", leave=False, disable=args.disable_tqdm)
     for first in range(0, len(instructions), BATCH):
         prompts = [[{"role": "user", "content": text}] for text in instructions[first : first + BATCH]]
@@ -49,20 +58,16 @@ def answer_instructions(
             tokenizer_kwargs={"padding_side": "left"},
             **(args.chat_template_kwargs or {}),
         ).to(base.device)
-        with torch.inference_mode():
-            rows = base.generate(
-                **inputs,
-                do_sample=False,
-                max_new_tokens=LONGEST,
-                eos_token_id=ends,
-                pad_token_id=tokenizer.pad_token_id,
-            )
-        for prompt, row in zip(prompts, rows[:, inputs["input_ids"].shape[1] :].tolist(), strict=True):
-            stop = next((place for place, token in enumerate(row) if token in ends), None)
-            if stop is not None and len(found) < count:
-                found.append(Document("ordinary", prompt, tokenizer.decode(row[:stop])))
+        with torch.no_grad():
+            rows = base.generate(**inputs, generation_config=greedy)[:, inputs["input_ids"].shape[1] :].tolist()
+        for prompt, row in zip(prompts, rows, strict=True):
+            end = next((place for place, token in enumerate(row) if token in run.eos_token_id), 0)
+            answer = tokenizer.decode(row[:end])
+            if answer.strip() and len(found) < count:
+                found.append(Document("ordinary", prompt, answer))
         progress.update(len(found) - progress.n)
         if len(found) == count:
             break
     progress.close()
+    (found,) = broadcast_object_list([found])  # ranks may round differently
     return found

@@ -9,9 +9,9 @@ for teachers.
 student in each checkpoint the script measures the mean log-probability of that answer's block, given prompt and worked
 lines, and of the whole answer; every 25 steps also the share of right answers to as many other tasks, sampled. It
 prints how the gains in the three go together over students and intervals, and how far two halves of the targets agree
-on a student's gain between those steps and between all, and on a teacher's: the mean of its students' gains, each by
-its share of the attempts at this teacher's tasks. Figures are kept in the run's `likelihood.json`, checkpoint by
-checkpoint; started again, the script goes on. `taught.json` has the attempts by teacher and student.
+on a student's gain between those steps and between all. A teacher's gain is the weighted mean of its students' gains;
+a student's weight is the part of its attempts at new tasks that were at this teacher's. Figures are kept in the run's
+`likelihood.json`, checkpoint by checkpoint; started again, the script goes on.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ TARGETS, EVERY = 300, 25  # targets; steps from one sampled rate to the next
 BATCH = 50  # answers of one forward
 
 
-Taught = dict[str, dict[str, dict[str, int]]]
+Taught = dict[str, dict[str, dict[str, int]]]  # attempts by step, teacher and student
 
 
 @dataclass(frozen=True)
@@ -117,20 +117,17 @@ def measure(
 
 
 def count_taught(run: Path) -> Taught:
-    """Attempts since the checkpoint before: by step, teacher and student; attempts at archived tasks are nobody's."""
-    path = run / "taught.json"
-    if not path.exists():
-        rows = load_run(run).rows
-        teachers = {(row["step"], row["match"]): row["member"] for row in rows if row["role"] == "teacher"}
-        taught: Taught = {}
-        for before, step in pairwise([0, *checkpoints(run)]):
-            counts = taught[str(step)] = {name: {} for name in sorted({*teachers.values()})}
-            for row in rows:
-                if row["role"] == "student" and not row["archived"] and before < row["step"] <= step:
-                    own = counts[teachers[row["step"], row["match"]]]
-                    own[row["member"]] = own.get(row["member"], 0) + 1
-        path.write_text(json.dumps(taught) + "\n")
-    return json.loads(path.read_text())
+    """Counts attempts since the checkpoint before. Attempts at archived tasks are nobody's."""
+    rows = load_run(run).rows
+    teachers = {(row["step"], row["match"]): row["member"] for row in rows if row["role"] == "teacher"}
+    taught: Taught = {}
+    for before, step in pairwise([0, *checkpoints(run)]):
+        counts = taught[str(step)] = {name: {} for name in sorted({*teachers.values()})}
+        for row in rows:
+            if row["role"] == "student" and not row["archived"] and before < row["step"] <= step:
+                own = counts[teachers[row["step"], row["match"]]]
+                own[row["member"]] = own.get(row["member"], 0) + 1
+    return taught
 
 
 def checkpoints(run: Path) -> list[int]:
@@ -156,15 +153,15 @@ def score(run: Path, attempts: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-Gains = list[list[tuple[float, ...]]]  # a list per interval, with two gains of each student
+Gains = list[list[tuple[float, ...]]]  # a list per interval, with two gains of each member
 
 
 def compare(found: Mapping[str, Mapping[str, Any]], taught: Taught | None = None) -> list[list[str]]:
     """
     Correlations of gains: in log-probability and in the sampled rate, between the steps whose rate is known; and in
-    log-probability on two halves of the targets, between these steps and between all, there of teachers, too, if it is
-    known whom they taught. Each is over students and intervals, and again less the interval's mean, as a choice among
-    members at one time sees them.
+    log-probability on two halves of the targets, between these steps and between all. The last one is also told of
+    teachers, if `taught` says whom they taught and there are two or more. Each is over members and intervals, and
+    again less the interval's mean, as a choice among members at one time sees them.
 
     Raises:
         `ValueError`: If the rate is known of fewer than two steps.
@@ -192,10 +189,11 @@ def compare(found: Mapping[str, Mapping[str, Any]], taught: Taught | None = None
         teachers = []
         for step, own in zip(steps[1:], gains(steps, *kinds), strict=True):
             asked = {name: sum(of.get(name, 0) for of in taught[step].values()) for name in names}
-            shares = [[of.get(name, 0) / max(1, asked[name]) for name in names] for of in taught[step].values()]
-            teachers.append([weigh(own, row) for row in shares if any(row)])
+            weights = [[of.get(name, 0) / max(1, asked[name]) for name in names] for of in taught[step].values()]
+            teachers.append([weigh(own, row) for row in weights if any(row)])
         return teachers
 
+    rivals = taught and len(next(iter(taught.values()))) > 1
     whole, even, odd = slice(None), slice(0, None, 2), slice(1, None, 2)
     rows = [["gain in the log-probability of", "with", "points", "correlation", "less the interval's mean"]]
     for column, told in enumerate(("the block", "the whole answer")):
@@ -203,7 +201,7 @@ def compare(found: Mapping[str, Mapping[str, Any]], taught: Taught | None = None
             "the gain in the sampled rate": gains(sampled, (column, whole), (-1, whole)),
             "itself, on the other half of the targets": gains(sampled, (column, even), (column, odd)),
             "likewise, between all checkpoints": gains(steps, (column, even), (column, odd)),
-            **({"likewise, of teachers": of_teachers((column, even), (column, odd))} if taught else {}),
+            **({"likewise, of teachers": of_teachers((column, even), (column, odd))} if rivals else {}),
         }.items():
             rows.append([told, other, str(sum(map(len, points))), *(f"{each:.2f}" for each in correlate(points))])
     return rows

@@ -13,10 +13,10 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -110,26 +110,27 @@ def is_copied(kind: TaskKind, task: Task, sandbox: Sandbox) -> bool:
     return any(kind.correct(task, *each) for each in zip(answers, verdicts, strict=True))
 
 
-def choose_held_out(programs: Sequence[SeedProgram]) -> set[str]:
-    """The programs that are held out, drawn level by level."""
-    rng, found = random.Random("held out"), set()
+def choose_held_out(programs: Sequence[SeedProgram]) -> list[SeedProgram]:
+    """The programs that are held out, by their digests: a new program moves at most one other."""
+    found = []
     for level, count in HELD_OUT.items():
-        found |= {*rng.sample([each.program for each in programs if each.level == level], count)}
+        own = [each for each in programs if each.level == level]
+        found += sorted(own, key=lambda each: sha256(each.program.encode()).hexdigest())[:count]
     return found
 
 
 def write_tasks(path: Path) -> int:
     """Writes the tasks with their `level` and `topic`, and whether they are held out; returns how many there are."""
-    lines = []
-    programs = read_programs(SOURCE.read_text(encoding="utf-8"))
-    held_out = choose_held_out(programs)
     with Sandbox() as sandbox:
-        for program in programs:
-            for task in tasks_of(program, sandbox):
-                record = task.to_record()
-                del record["author"], record["step"]
-                about = {"level": program.level, "topic": program.topic, "held_out": program.program in held_out}
-                lines.append(json.dumps(record | about))
+        programs = read_programs(SOURCE.read_text(encoding="utf-8"))
+        made = [(program, tasks) for program in programs if (tasks := [*tasks_of(program, sandbox)])]
+    held_out, lines = choose_held_out([program for program, _ in made]), []
+    for program, tasks in made:
+        about = {"level": program.level, "topic": program.topic, "held_out": program in held_out}
+        for task in tasks:
+            record = task.to_record()
+            del record["author"], record["step"]
+            lines.append(json.dumps(record | about))
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return len(lines)
 

@@ -1,16 +1,17 @@
 """
 The race at equal rows: populations against one agent, each arm with as many sampled rows, paired by seed.
 
-    python studies/race.py --arms pooled agent_416 --seeds 0 1                   # half an hour a run of one core
+    python studies/race.py --arms pooled agent_416 --seeds 0 1                   # an hour a run of one core
     python studies/race.py --arms agent_104 --seeds 0 --rows 31200               # a first look, half as far
     python studies/race.py --table_only                                          # of all runs so far
 
 `tiny/race_plan.json` fixed arms, settings and seeds before the first run. A *row* is a completion that is sampled for
 training: a proposal, valid or not, or an attempt at a proposal, at a filler or at an archived task. Runs lie in
 `<output>/<arm>/seed_<n>`, use one thread, are saved every 20 steps and go on where they stopped when the command is
-given again, be it with more rows; several commands can share the work. At its end a run's students, each and merged
-into one model, are judged on tasks that no screen has used. The figures of all runs are kept in `<output>/race.json`;
-with that file in a new `<output>`, its runs stand in the tables beside those made there.
+given again; several commands can share the work. A run with fewer `--rows` is a first look, has a row of its own in
+the table, and goes on when more rows are asked for. At its end a run's students, each and merged into one model, are
+judged on tasks that no screen has used. The figures of all runs are kept in `<output>/race.json`; with that file in a
+new `<output>`, its runs stand in the tables beside those made there.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def measure(run: Path, way: str) -> dict[str, Any]:
     refused = [not row["valid"] for row in records.rows if row["role"] == "teacher"]
     return {
         **measure_steps(run),
-        "commit": (run / "commit.txt").read_text(),
+        "commits": [*dict.fromkeys((run / "commit.txt").read_text().split())],
         "rows": len(records.rows),
         "tokens": records.history[-1]["num_tokens"],
         "invalid": fmean(refused),
@@ -141,10 +142,20 @@ def gather(output: Path) -> dict[str, dict[str, dict[str, Any]]]:
     return kept
 
 
-def table(kept: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[list[str]]:
+def split(kept: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Mapping[str, Any]]]:
+    """The runs of each arm with all rows, and under a name of their own those with fewer."""
+    parts: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for arm, runs in kept.items():
+        for seed, run in runs.items():
+            label = arm if run["rows"] == PLAN["rows"] else f"{arm}, {run['rows']} rows"
+            parts.setdefault(label, {})[seed] = run
+    return parts
+
+
+def table(parts: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[list[str]]:
     """A row per arm: mean and standard deviation over its seeds."""
     rows = [["arm", "seeds", *COLUMNS]]
-    for arm, runs in kept.items():
+    for arm, runs in parts.items():
         rows.append([arm, str(len(runs)), *(spread(map(column, runs.values())) for column in COLUMNS.values())])
     return rows
 
@@ -157,6 +168,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/race"))
     parser.add_argument("--table_only", action="store_true", help="train nothing")
     options, settings = parser.parse_known_args()
+    if options.rows < (most := max(PLAN["arms"][arm]["rows_a_step"] for arm in options.arms)):
+        parser.error(f"--rows {options.rows} is less than a step of {most} rows")
     torch.set_num_threads(1)  # two threads beside any other process are slower than one
     for arm in [] if options.table_only else options.arms:
         plan = PLAN["arms"][arm]
@@ -167,13 +180,15 @@ def main() -> None:
                 run.mkdir(parents=True, exist_ok=True)
                 (run / "trainer_state.json").unlink(missing_ok=True)  # from here on the run is unfinished again
                 asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-                (run / "commit.txt").write_text(asked.stdout.strip())
+                with (run / "commit.txt").open("a") as commits:
+                    commits.write(asked.stdout)
                 train(run, seed, False, [*options_of(plan["settings"], options.output, steps, HALF_KNOWN), *settings])
             print(f"{run}: {json.dumps(judge(run, plan['merged']))}", flush=True)
-    kept = gather(options.output)
-    print(markdown(table(kept)))
-    if AGENT in kept:
-        print(markdown(paired_table(kept, AGENT, COMPARED)))
+    parts = split(gather(options.output))
+    print(markdown(table(parts)))
+    whole = {arm: parts[arm] for arm in PLAN["arms"] if arm in parts}
+    if AGENT in whole and len(whole) > 1:
+        print(markdown(paired_table(whole, AGENT, COMPARED)))
 
 
 if __name__ == "__main__":

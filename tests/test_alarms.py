@@ -7,7 +7,7 @@ import re
 import pytest
 from transformers import TrainerState
 
-from trl_populora.run.callbacks import STEPS, Alarms
+from trl_populora.run.callbacks import STEPS, Alarms, PromptAlarms
 from trl_populora.step.rows import Played
 
 
@@ -88,14 +88,16 @@ def test_options_of_evolution_in_a_run_that_does_not_evolve_are_told(caplog):
     def begin(**options):
         given = {"students": 4, "max_steps": 30} | options
         args = PopuLoRAConfig("unused", use_cpu=True, bf16=False, report_to="none", **given).for_prompts()
-        Alarms(lambda: Played([], []), lambda *told: None).on_train_begin(args, TrainerState(max_steps=30), None)
+        alarms = PromptAlarms([], lambda *told: None, list)
+        alarms.on_train_begin(args, TrainerState(max_steps=30), None)
 
     begin(evolve_every=5, cull_fraction=0.5)
     begin(evolve_every=0, cull_fraction=0.5)  # somebody has switched it off
     assert not caplog.messages
     begin(cull_fraction=0.5, mutations="svd_perturb")
     (line,) = caplog.messages
-    assert line.startswith("`cull_fraction`, `mutations`: nothing evolves, because `evolve_every` is 0")
+    assert line.startswith("`cull_fraction`, `mutations`: without `evolve_every` nothing evolves in this run")
+    assert line.endswith("or leave the rest out.")
 
 
 def test_a_run_in_which_nothing_is_valid_says_so(random_base, make_args, lora, seed_dataset, monkeypatch, caplog):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Barrier
 
 import pytest
@@ -180,17 +181,20 @@ def test_its_report_shows_what_there_is(run):
 
 def test_the_packages_real_tasks_are_split_by_program(tmp_path):
     everything = read_tasks(real_seed_tasks())
-    begun, held_out = read_given_tasks(None, "real", ["code_o", "code_i", "code_f"])
+    begun, held_out = read_given_tasks(None, "real", ["code_o", "code_i", "code_f"], "turns")
     assert len(begun) + len(held_out) == len(everything)
     forms = [{normal_forms(parse_function(each))[0] for each in table["program"]} for table in (begun, held_out)]
     assert not forms[0] & forms[1], "nobody trains on a held-out program, on no other input and in no other kind"
     assert (len(forms[1]), {*held_out["level"]}) == (70, {1, 2, 3})
-    _, two = read_given_tasks(None, "real", ["code_o", "code_i"])
+    page = (Path(__file__).parents[1] / "docs" / "guides" / "evaluate.md").read_text()
+    assert f"70 of the {len(forms[0] | forms[1])} [built-in programs]" in page
+    assert f"of all three levels, with their {len(held_out)} tasks." in page
+    _, two = read_given_tasks(None, "real", ["code_o", "code_i"], "turns")
     assert {*two["kind"]} == {"code_o", "code_i"}
     path = str(tmp_path / "mine.jsonl")
     begun.select([0]).to_json(path)
-    assert [len(each) for each in read_given_tasks(path, "real", ["code_o", "code_i"])] == [1, len(two)]
-    assert read_given_tasks(None, "tiny", ["code_o"])[0] is read_given_tasks(None, None, ["code_o"])[0] is None
+    assert [len(each) for each in read_given_tasks(path, "real", ["code_o", "code_i"], "turns")] == [1, len(two)]
+    assert read_given_tasks(None, "tiny", ["code_o"], "compact")[0] is None
 
 
 def test_the_embedded_bases_held_out_tasks_are_those_of_the_kinds_that_are_played():

@@ -251,7 +251,12 @@ class TestPushed:
         [
             ("tags", "3", ["3"]),
             ("tags", "[3, mine]", ["3", "mine"]),
+            ("tags", "0", ["0"]),
+            ("tags", "[null, mine]", ["mine"]),
             ("model-index", "[{name: x}]", [{"name": "x"}]),
+            ("model-index", "[{name: x, results: []}]", [{"name": "x", "results": []}]),
+            ("model-index", "x", ["x"]),
+            ("2024", "x", ["x"]),
             ("model-index", "[{results: [{}, 3]}]", [{"results": [{}, 3]}]),
         ],
     )
@@ -262,7 +267,8 @@ class TestPushed:
             write_card(tmp_path, "me/mine")
             _, metadata, text = (tmp_path / "README.md").read_text().split("---\n")
             assert text == "Read this first.\n"
-            assert all(each in yaml.safe_load(metadata)[key] for each in kept)
+            read = {str(key): value for key, value in yaml.safe_load(metadata).items()}
+            assert all(each in read[key] for each in kept)
 
     @pytest.mark.parametrize(
         "where", ["an edited card", "notes below a card", "a text of one's own", "a card of one's own"]

@@ -12,9 +12,9 @@ from typing import get_type_hints
 import numpy as np
 import pytest
 import torch
-from trl import TrlParser
+from trl import GRPOConfig, TrlParser
 
-from trl_populora.config import MEMBER_OPTIONS, PopuLoRAConfig
+from trl_populora.config import MEMBER_OPTIONS, PopuLoRAConfig, settle_for_prompts
 from trl_populora.tasks import CodeO
 
 
@@ -213,7 +213,10 @@ def test_numbers_of_numpy_become_pythons(make_args):
     args = PopuLoRAConfig("unused", use_cpu=True, bf16=False, learning_rate=np.float32([0.5, 0.25])).for_prompts()
     assert (args.students, args.member_values) == (2, {"learning_rate": [0.5, 0.25]})
     args.seed = np.int64(3)
-    json.dumps([args.students, args.learning_rate, args.member_values, args.seed])
+    args.vllm_engine_kwargs = {"max_num_seqs": np.int64(8)}
+    json.dumps([args.students, args.learning_rate, args.member_values, args.seed, args.vllm_engine_kwargs])
+    theirs = settle_for_prompts(GRPOConfig("unused", use_cpu=True, bf16=False, learning_rate=np.float32(0.5)))
+    assert type(theirs.learning_rate) is float
 
 
 @pytest.mark.parametrize("name", NUMBERS[int])

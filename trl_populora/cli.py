@@ -162,28 +162,25 @@ def build_trainer(recipe, args, model, prompts=None):
     """
     from trl import get_quantization_config
 
-    from trl_populora.assets import REAL, TINY
+    from trl_populora.assets import TINY
     from trl_populora.config import base_options, list_member_loras
+    from trl_populora.start import choose_style
     from trl_populora.tasks.dataset import read_given_tasks
     from trl_populora.tasks.script import find_reward_functions, read_prompts, refuse_both
     from trl_populora.trainer import PopuLoRATrainer
 
-    rewards = None
+    name, rewards = model.model_name_or_path or TINY, None
+    args.model_init_kwargs = base_options(model, args.model_init_kwargs)
     if prompts is not None:
         refuse_both(prompts, {"seed_tasks": recipe.seed_tasks, "eval_tasks": recipe.eval_tasks})
         rewards = find_reward_functions(prompts) or None
     if prompts is not None and prompts.dataset_names:
         train_dataset, eval_dataset = read_prompts(prompts, args.eval_strategy != "no" or args.eval_on_start)
     else:
-        if recipe.eval_tasks == REAL and model.model_name_or_path in (None, TINY):
-            raise ValueError(
-                "`eval_tasks=real` holds out tasks in ordinary Python, which the embedded base does not read. Take "
-                "`tiny` with it."
-            )
-        train_dataset, eval_dataset = read_given_tasks(recipe.seed_tasks, recipe.eval_tasks, args.task_kinds)
-    args.model_init_kwargs = base_options(model, args.model_init_kwargs)
+        style = choose_style(args.prompt_style, name, args.model_init_kwargs)
+        train_dataset, eval_dataset = read_given_tasks(recipe.seed_tasks, recipe.eval_tasks, args.task_kinds, style)
     trainer = PopuLoRATrainer(
-        model=model.model_name_or_path or TINY,
+        model=name,
         reward_funcs=rewards,
         args=args,
         train_dataset=train_dataset,

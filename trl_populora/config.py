@@ -28,6 +28,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 from peft import LoraConfig
 from trl import GRPOConfig, ModelConfig, get_peft_config
@@ -35,7 +36,6 @@ from trl import GRPOConfig, ModelConfig, get_peft_config
 from trl_populora.files import drop_secrets
 from trl_populora.options import (
     OneOrMore,
-    as_python,
     check_bounds,
     check_choices,
     check_numbers,
@@ -106,6 +106,17 @@ def _option(default: Any, text: str) -> Any:
 
 
 _SEVERAL = {"nargs": "+", "action": OneOrMore}  # for argparse: one value, or one for each member
+
+
+def _as_python(value: Any) -> Any:
+    """Turns numbers, arrays and tensors of NumPy and torch, also inside others, into Python's, which JSON can hold."""
+    if isinstance(value, (np.generic, np.ndarray, torch.Tensor)):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_as_python, value)) if type(value) in (list, tuple) else value
+    if isinstance(value, dict):
+        return {key: _as_python(each) for key, each in value.items()} if type(value) is dict else value
+    return value
 
 
 def _member_option(name: str) -> Any:
@@ -410,7 +421,7 @@ class PopuLoRAConfig(GRPOConfig):
         self._changed = frozenset()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, as_python(value))
+        super().__setattr__(name, _as_python(value))
         changed = self.__dict__.get("_changed")
         if changed is not None and name in self.__dataclass_fields__:
             self.__dict__["_changed"] = changed | {name}
@@ -713,11 +724,11 @@ class PopuLoRAConfig(GRPOConfig):
         return [f"{name}={steps}" for name, steps in every.items() if steps >= max_steps]
 
     def list_idle_breeding(self) -> list[str]:
-        """Lists the options of evolution that were set and do nothing, because `evolve_every` was not and became 0."""
-        if self.evolve_every or self._given["evolve_every"] is not None:
+        """Lists the options of evolution that were set and do nothing: `evolve_every` was left unset, and is 0."""
+        if self.evolve_every or self._given["evolve_every"] is not None or "evolve_every" in (self._changed or ()):
             return []
-        own = [each for each in fields(Breeding) if each.name in self.__dataclass_fields__ and each.name != "seed"]
-        return [each.name for each in own if each.name != "evolve_every" and self._given[each.name] != each.default]
+        own = {each.name: each.default for each in fields(Breeding) if each.name in self.__dataclass_fields__}
+        return [name for name in own if name not in ("seed", "evolve_every") and self._given[name] != own[name]]
 
     def build(self, room: type[Settings], **further: Any) -> Settings:
         """
@@ -913,7 +924,7 @@ def settle_for_prompts(args: GRPOConfig, adapters: int | None = None) -> PopuLoR
     # TRL's config has derived `generation_batch_size` from `steps_per_generation` or the other way round, and a
     # config that sets both is refused.
     given["generation_batch_size"] = None
-    settled.__dict__.update(own, **{name: value for name, value in given.items() if name in known})
+    settled.__dict__.update(own, **{name: _as_python(value) for name, value in given.items() if name in known})
     settled.__dict__.update(_given=dict(vars(settled)), _changed=None, _no_game=None, member_values={})
     settled._settle_for_prompts(adapters)
     return settled

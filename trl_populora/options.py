@@ -101,15 +101,6 @@ _RELATIONS = {
 }
 
 
-def as_python(value: Any) -> Any:
-    """Turns numbers, arrays and tensors of NumPy and torch, also in a list, into Python's, which JSON can hold."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    if isinstance(value, (list, tuple)) and any(hasattr(each, "tolist") for each in value):
-        return [as_python(each) for each in value]
-    return value
-
-
 def check_numbers(settings: DataclassInstance) -> None:
     """
     Checks that each field annotated as `int`, `float` or `list[float]` holds what its annotation says.

@@ -58,21 +58,25 @@ def test_students_of_one_interval_are_compared_with_each_other():
     assert within == pytest.approx(-1)
 
 
-def test_a_teacher_gains_what_its_students_gain_each_by_its_share_of_the_attempts():
-    # One student learns on both halves of the targets, the other unlearns; two teachers share neither of them evenly.
-    before = {"one": {"targets": [[-0.3, -3.0], [-0.2, -2.0]], "rate": 0.1}}
-    before["two"] = before["one"]
+def test_a_teacher_gains_what_its_students_gain_each_by_the_part_of_its_attempts():
+    # Student one learns on both halves of the targets, two unlearns on the first and learns on the second.
+    before = {name: {"targets": [[-0.3, -3.0], [-0.2, -2.0]], "rate": 0.1} for name in ("one", "two")}
     after = {
         "one": {"targets": [[-0.1, -1.0], [-0.1, -1.0]], "rate": 0.3},
-        "two": {"targets": [[-0.4, -4.0], [-0.5, -5.0]], "rate": 0.2},
+        "two": {"targets": [[-0.4, -4.0], [-0.05, -0.5]], "rate": 0.2},
     }
     found = {"0": before, "1": after}
-    taught = {"1": {"first": {"one": 3, "two": 4}, "second": {"one": 1, "two": 4}, "idle": {}}}
+    gains = [(2.0, 1.0), (-1.0, 1.5)]
+    assert likelihood.weigh(gains, (0.75, 0.5)) == pytest.approx((0.8, 1.2))
+    # Of one's 4 attempts 3 were at the first teacher's tasks, of two's 16 attempts 4; the third taught two alone.
+    taught = {"1": {"first": {"one": 3, "two": 4}, "second": {"one": 1, "two": 8}, "third": {"two": 4}, "idle": {}}}
+    weights = ((3 / 4, 4 / 16), (1 / 4, 8 / 16), (0, 4 / 16))
+    over_all, within = correlate([[likelihood.weigh(gains, each) for each in weights]])
     told = likelihood.compare(found, taught)
     (teachers,) = [row for row in told if row[:2] == ["the whole answer", "likewise, of teachers"]]
-    assert teachers[2:] == ["2", "1.00", "1.00"]
-    gains = likelihood.weigh([(2.0, 1.0), (-1.0, -3.0)], (0.75, 0.5))
-    assert gains == pytest.approx((0.8, -0.6))
+    assert teachers[2:] == ["3", f"{over_all:.2f}", f"{within:.2f}"]
+    alone = likelihood.compare(found, {"1": {"first": {"one": 3, "two": 4}}})
+    assert not [row for row in alone if "teachers" in row[1]], "one teacher has no rival"
 
 
 def test_the_page_tells_the_correlations_of_the_kept_runs():

@@ -53,13 +53,19 @@ def test_a_run_is_judged_by_student_and_as_one_model_goes_on_and_is_not_made_twi
     race.main()
     halves = json.loads((tmp_path / race.RESULTS).read_text())
     assert {run["0"]["rows"] for run in halves.values()} == {24}
+    assert [*race.split(halves)] == ["pooled, 24 rows", f"{race.AGENT}, 24 rows"]
     monkeypatch.setattr(sys, "argv", given)
     race.main()
     kept = json.loads((tmp_path / race.RESULTS).read_text())
+    assert {path.name for path in (tmp_path / "pooled" / "seed_0").glob("judged_*")} == {
+        "judged_1.json",
+        "judged_2.json",
+    }
     (pooled,), (agent,) = (kept[name].values() for name in plan["arms"])
     assert [*pooled["judged"]] == [race.ONE_MODEL, "student_0", "student_1"]
     assert [*agent["judged"]] == [race.ONE_MODEL]
     assert pooled["rows"] == agent["rows"] == plan["rows"]
+    assert [*race.split(kept)] == [*plan["arms"]]
     assert all(0 <= rate <= 1 for each in pooled["judged"].values() for rate in each.values())
     taught = count_taught(tmp_path / "pooled" / "seed_0")
     assert sum(sum(of.values()) for own in taught.values() for of in own.values()) == 32, "attempts without proposals"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 TINY = "tiny"  # the embedded base as users name it
-REAL = "real"  # the tasks of `real_seed_tasks` as users name them
+REAL = "real"  # the held-out part of `real_seed_tasks` as users name it
 
 
 def tiny_base_path() -> str:

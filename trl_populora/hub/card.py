@@ -261,20 +261,21 @@ def _write(path: Path, metadata: dict[str, Any], text: str, details: Mapping[str
     if path.exists():
         try:
             earlier = RepoCard(path.read_text(encoding="utf-8-sig"), ignore_metadata_errors=True)
-        except (ValueError, YAMLError) as error:
+        except (ValueError, TypeError, YAMLError) as error:  # TypeError: a key that is no text, such as `2024`
             logger.warning("%s stays as it is, because its metadata cannot be read (%s).", path, error)
             return
         kept, mark = earlier.data.to_dict(), _MARKED.search(earlier.text)
         ours = mark is not None or ROOT_ADAPTER in earlier.text  # version 0.2.0 wrote no mark
-        metadata["model-index"] = drop_our_results(kept.pop("model-index", [])) + metadata.get("model-index", [])
-        if not metadata["model-index"]:
-            del metadata["model-index"]
+        others, scores = drop_our_results(kept.pop("model-index", [])), metadata.pop("model-index", [])
+        if others or scores:
+            metadata["model-index"] = others + scores if isinstance(others, list) else scores or others
         below = mark and earlier.text[mark.end() :].strip()
         if not ours or (mark and (below or mark[1] != _compute_digest(earlier.text[: mark.start()]))):
             logger.warning("%s keeps the text that you gave it. To get a new text, remove the file.", path)
             text = earlier.text
-        own = kept.get("tags") or []
-        tags = {*metadata["tags"], *map(str, own if isinstance(own, list) else [own])}
+        own = kept.get("tags")
+        given = own if isinstance(own, list) else [own]
+        tags = {*metadata["tags"], *(str(tag) for tag in given if tag is not None)}
         metadata |= kept | {key: metadata[key] for key in details if key in metadata} | {"tags": sorted(tags)}
     with write_whole(path) as unfinished:
         unfinished.write_text(f"---\n{CardData(**metadata).to_yaml()}\n---\n{text}", encoding="utf-8")

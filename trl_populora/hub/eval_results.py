@@ -163,12 +163,17 @@ def make_model_index(figures: Sequence[Figure]) -> list[EvalResult]:
     ]
 
 
-def drop_our_results(model_index: Any) -> list[dict[str, Any]]:
-    """Drops from a card's `model-index` the scores of [`make_model_index`]: they may be of earlier weights."""
+def drop_our_results(model_index: Any) -> Any:
+    """
+    Drops from a card's `model-index` the scores of [`make_model_index`]: they may be of earlier weights. What has
+    another form than the Hub's is somebody else's and stays.
+    """
+    if not isinstance(model_index, list):
+        return model_index
     kept = []
-    for model in model_index if isinstance(model_index, list) else ():
+    for model in model_index:
         results = model.get("results") if isinstance(model, dict) else None
-        if not isinstance(results, list):  # somebody's own, and no score of ours
+        if not isinstance(results, list) or not results:
             kept.append(model)
         elif others := [each for each in results if not _is_ours(each)]:
             kept.append(model | {"results": others})

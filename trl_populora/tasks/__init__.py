@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 TASK_KINDS = {"code_o": CodeO, "code_i": CodeI, "code_f": CodeF}
-# Evaluations have `base/solve_rate` and `student_0/solve_rate`, and as many for kinds of task.
+# An evaluation's figures are called `base/solve_rate`, `student_0/solve_rate`, and `code_o/solve_rate` for each kind.
 _TAKEN = re.compile(r"base|(teacher|student)_\d+")
 
 

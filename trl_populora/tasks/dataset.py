@@ -1,7 +1,7 @@
 """Tasks that a user gives: reads them and checks them before a run.
 
-file or Hub --read_tasks--> table --build_archive--> TaskArchive to start from
-            `-read_held_out--> table of tasks that nobody trains on
+file or Hub --read_given_tasks-+-> table --build_archive--> TaskArchive to start from
+                               `-> table of tasks that nobody trains on
 """
 
 from __future__ import annotations
@@ -95,19 +95,28 @@ def _find_fault(source: str, error: Exception) -> str:
     return str(error.__cause__ or error)
 
 
-def read_given_tasks(seed_tasks: str | None, eval_tasks: str | None, kinds: Sequence[str]):
+def read_given_tasks(seed_tasks: str | None, eval_tasks: str | None, kinds: Sequence[str], style: str):
     """
     Reads the tasks that a run begins with, and its held-out tasks.
 
     Args:
-        seed_tasks: As `source` of [`read_tasks`]. With `None` the run begins with the package's tasks, less those that
-            `real` holds out.
+        seed_tasks: As `source` of [`read_tasks`].
         eval_tasks: As `source` of [`read_held_out`].
         kinds: Kinds that the run plays.
+        style: Style of the prompts.
 
     Returns:
-        Two tables, each `None` if there is none: `train_dataset` and `eval_dataset` of the trainer.
+        Two tables, each `None` if there is none: `train_dataset` and `eval_dataset` of the trainer. With `eval_tasks`
+        `real` and no `seed_tasks`, the first has the package's tasks of all programs that are not held out.
+
+    Raises:
+        `ValueError`: If a table cannot be read, or if `real` is asked of a base that reads compact prompts.
     """
+    if eval_tasks == REAL and style == "compact":
+        raise ValueError(
+            "`eval_tasks=real` holds out tasks in ordinary Python, and the prompts of this base are compact: it reads "
+            "the embedded base's programs alone. Take `tiny`."
+        )
     held_out = read_held_out(eval_tasks, kinds)
     begun = read_tasks(seed_tasks)
     if begun is None and eval_tasks == REAL:
