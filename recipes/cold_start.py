@@ -62,7 +62,7 @@ class ColdStartArguments(TrainArguments):
             line by line before. The others are direct, which a small base at first gets right as often: with half of
             each, self-play left only direct ones after 12 steps, and nothing to learn.
         instructions (`float`, *optional*, defaults to `0.1`): Share of the documents that are ordinary instructions
-            with the base's own answers, meant to keep what it could do. There are 154 instructions. The embedded base
+            with the base's own answers, meant to keep what it could do. There are 170 instructions. The embedded base
             is shown none.
         further_tasks (`int`, *optional*, defaults to `600`): Simple tasks that `tiny_programs.py` makes, to be
             proposed and answered beside those of the run.
