@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import mul
 from pathlib import Path
-from statistics import correlation, fmean
+from statistics import correlation, fmean, variance
 from typing import Any
 
 import beside_recipes  # noqa: F401
@@ -166,9 +167,7 @@ def compare(found: Mapping[str, Mapping[str, Any]], taught: Taught | None = None
     Raises:
         `ValueError`: If the rate is known of fewer than two steps.
     """
-    steps, names = sorted(found, key=int), list(found[max(found, key=int)])
-    sampled = [step for step in steps if "rate" in next(iter(found[step].values()))]
-
+    steps, names, sampled = sorted(found, key=int), list(found[max(found, key=int)]), sampled_steps(found)
     if len(sampled) < 2:
         raise ValueError(
             f"The sampled rate is known of the steps {sampled} alone; two are needed. Train with `--save_steps 5 "
@@ -207,6 +206,27 @@ def compare(found: Mapping[str, Mapping[str, Any]], taught: Taught | None = None
     return rows
 
 
+def sampled_steps(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    return [step for step in sorted(found, key=int) if "rate" in next(iter(found[step].values()))]
+
+
+def measure_spread(found: Mapping[str, Mapping[str, Any]], attempts: int) -> tuple[float, float]:
+    """
+    Standard deviation of the gains in the sampled rate among the students of one interval, pooled over intervals; and
+    the one that sampling would give at most if all students of an interval gained alike: `attempts` at each task, and
+    no task easier than another.
+    """
+    seen, drawn = [], []
+    for steps in pairwise(sampled_steps(found)):
+        before, after = ([each["rate"] for each in found[step].values()] for step in steps)
+        # The base of step 0 is measured once, so that its error is in all gains alike.
+        noisy = [after] if len(before) < len(after) else [before, after]
+        apart = before * len(after) if len(before) < len(after) else before
+        seen.append(variance([late - early for early, late in zip(apart, after, strict=True)]))
+        drawn.append(sum(fmean(rate * (1 - rate) for rate in rates) for rates in noisy) / (TARGETS * attempts))
+    return math.sqrt(fmean(seen)), math.sqrt(fmean(drawn))
+
+
 def weigh(gains: Sequence[tuple[float, ...]], weights: Sequence[float]) -> tuple[float, ...]:
     """Weighted means of gains."""
     return tuple(sum(map(mul, each, weights)) / sum(weights) for each in zip(*gains, strict=True))
@@ -229,7 +249,10 @@ def main() -> None:
     parser.add_argument("--attempts", type=int, default=16, help="at each task, for the sampled rate")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print(markdown(compare(score(options.run, options.attempts), count_taught(options.run))))
+    found = score(options.run, options.attempts)
+    print(markdown(compare(found, count_taught(options.run))))
+    seen, drawn = measure_spread(found, options.attempts)
+    print(f"Within an interval students' sampled gains differ by {seen:.4f}; sampling alone gives up to {drawn:.4f}.")
 
 
 if __name__ == "__main__":

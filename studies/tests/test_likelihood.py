@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
+import random
 import sys
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
@@ -77,6 +80,27 @@ def test_a_teacher_gains_what_its_students_gain_each_by_the_part_of_its_attempts
     assert teachers[2:] == ["3", f"{over_all:.2f}", f"{within:.2f}"]
     alone = likelihood.compare(found, {"1": {"first": {"one": 3, "two": 4}}})
     assert not [row for row in alone if "teachers" in row[1]], "one teacher has no rival"
+
+
+def test_gains_that_differ_as_sampling_makes_them_differ_are_told_beside_it():
+    rng = random.Random(0)
+
+    def sample(rate: float) -> float:
+        return fmean(rng.random() < rate for _ in range(likelihood.TARGETS * 16))
+
+    def run(*gains: float) -> dict:
+        names = [f"student_{n}" for n in range(len(gains))]
+        later = {
+            str(step): {name: {"rate": sample(0.4 + step * each)} for name, each in zip(names, gains, strict=True)}
+            for step in (1, 2, 3, 4, 5)
+        }
+        return {"0": {"base": {"rate": sample(0.4)}}, **later}
+
+    seen, drawn = likelihood.measure_spread(run(*[0.02] * 8), 16)
+    assert drawn == pytest.approx(math.sqrt(2 * 0.24 / 4800), rel=0.1)
+    assert seen == pytest.approx(drawn, rel=0.35)
+    seen, drawn = likelihood.measure_spread(run(*[0.0, 0.06] * 4), 16)
+    assert seen > 3 * drawn
 
 
 def test_the_page_tells_the_correlations_of_the_kept_runs():
