@@ -106,18 +106,28 @@ def test_gains_that_differ_as_sampling_makes_them_differ_are_told_beside_it():
 def test_the_page_tells_the_correlations_of_the_kept_runs():
     folder = Path(likelihood.__file__).parent
     found = json.loads((folder / "tiny" / "likelihood.json").read_text())
+    taught = json.loads((folder / "tiny" / "taught.json").read_text())
     page = (folder / "README.md").read_text()
-    told = []
-    for seed in ("seed_0", "seed_1"):
-        _, (*_, block, _), _, _, (*_, whole, within), _, halves = likelihood.compare(found[seed])
-        told.append((whole, within, *halves[-2:]))
-        sure = [each[0] for each in found[seed]["0"]["base"]["targets"]]
+    over_all, within = [], []
+    for seed, steps in found.items():
+        told = {tuple(row[:2]): row[3:] for row in likelihood.compare(steps, taught.get(seed))[1:]}
+        for kept, figure in zip(
+            (over_all, within), told["the whole answer", "the gain in the sampled rate"], strict=True
+        ):
+            kept.append(figure)
+        sure = [each[0] for each in steps["0"]["base"]["targets"]]
         assert sum(sure) / len(sure) > -0.01, "given the worked lines the base knows the block"
-        assert float(block) < 0.5, "so its gain says nothing"
-    (whole_0, within_0, *_), (whole_1, within_1, half, half_within) = told
-    assert f"correlate by {whole_0} and {whole_1}, among the students of one interval by {within_0} and" in page
-    assert f"by {within_0} and {within_1}; two halves" in page
-    assert f"by {half} over steps of 5, among the students of one interval by {half_within}" in page
+        assert float(told["the block", "the gain in the sampled rate"][0]) < 0.5, "so its gain says nothing"
+    assert f"correlate by {over_all[0]}, {over_all[1]} and {over_all[2]}, but among" in page
+    assert f"one interval by {within[0]}, {within[1]} and {within[2]}." in page
+    # `told` is now the third seed's.
+    of = {
+        whose: told["the whole answer", f"likewise, {whose}"] for whose in ("between all checkpoints", "of teachers")
+    }
+    (students, alone), (_, teachers) = of.values()
+    assert f"seed: {students}, among the students of one interval {alone}, among their teachers {teachers}." in page
+    seen, drawn = likelihood.measure_spread(found["seed_5"], 16)
+    assert f"a standard deviation of {seen:.3f}, and sampling alone gives up to {drawn:.3f}" in page
 
 
 def test_rates_of_one_step_alone_are_refused():

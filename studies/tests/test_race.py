@@ -38,6 +38,19 @@ def test_the_judged_tasks_stand_in_no_screen():
     assert not used & {task.task_id for task in tasks}
 
 
+def test_the_page_tells_the_runs_so_far():
+    folder = Path(race.__file__).parent
+    kept = json.loads((folder / "tiny" / race.RESULTS).read_text())
+    assert {arm: [*runs] for arm, runs in kept.items()} == {"separate": ["5"], "agent_416": ["0"]}
+    assert all(run["rows"] == race.PLAN["rows"] for runs in kept.values() for run in runs.values())
+    rates = {
+        arm: f"{100 * race.COLUMNS['as one model'](run):.1f} %" for arm, runs in kept.items() for run in runs.values()
+    }
+    page = (folder / "README.md").read_text()
+    assert f"`agent_416`, seed 0, ends with {rates['agent_416']} of the judged tasks" in page
+    assert f"`separate`, seed 5, merged into one model with {rates['separate']}" in page
+
+
 @pytest.mark.slow
 def test_a_run_is_judged_by_student_and_as_one_model_goes_on_and_is_not_made_twice(tmp_path, monkeypatch, capsys):
     plan = {"rows": 48, "tasks": 2, "attempts": 2, "arms": {}}
