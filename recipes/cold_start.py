@@ -4,11 +4,11 @@
     python recipes/train_populora.py --config recipes/SmolLM2-135M-Instruct/config_2t2s.yaml
 
 Takes the settings of the run itself, so that prompts, kinds, tasks, limits and the adapter's shape are the run's, and
-leaves an ordinary LoRA adapter where the run's `warm_start` looks for it: all members start from it. TRL's
-`SFTTrainer` trains it on documents that `cold_documents.py` writes, and on ordinary instructions with the base's own
-answers, on the assistant's last turn alone. A 135M takes 20 minutes on two CPU cores, and some more for these answers;
-on a GPU the documents of a step go through the model together. `--resume` goes on after an interruption. `--help`
-lists the options.
+leaves an ordinary LoRA adapter where the run's `warm_start` looks for it: all members start from it. It is trained on
+documents: tasks with answers (`cold_documents.py`), and ordinary instructions with the base's own answers
+(`ordinary_documents.py`). TRL's `SFTTrainer` learns the assistant's last turn of each. A 135M takes 20 minutes on two
+CPU cores, after some minutes in which it answers; on a GPU the documents of a step go through the model together.
+`--resume` goes on after an interruption. `--help` lists the options.
 
 What it leaves out: measuring what came of it. A run's first steps do, or its held-out tasks with `eval_on_start`.
 """
@@ -56,8 +56,8 @@ class ColdStartArguments(TrainArguments):
     What a cold start needs beside the settings of its run.
 
     Args:
-        documents (`int`, *optional*, defaults to `1000`): Proposals and answers that are shown, each once, ordinary
-            ones among them.
+        documents (`int`, *optional*, defaults to `1000`): Documents that are shown, each once: proposals, answers
+            to tasks, and answers to ordinary instructions.
         worked (`float`, *optional*, defaults to `1.0`): Share of the answers to code_o and code_i that are worked out
             line by line before. The others are direct, which a small base at first gets right as often: with half of
             each, self-play left only direct ones after 12 steps, and nothing to learn.
@@ -70,7 +70,7 @@ class ColdStartArguments(TrainArguments):
         cold_start_rate (`float`, *optional*, defaults to `1e-3`): Learning rate, falling to 0.
     """
 
-    documents: int = field(default=1000, metadata={"help": "Proposals and answers that are shown, each once."})
+    documents: int = field(default=1000, metadata={"help": "Documents that are shown, each once."})
     worked: float = field(default=1.0, metadata={"help": "Share of the code_o and code_i answers worked out."})
     instructions: float = field(default=0.1, metadata={"help": "Share of ordinary instructions among documents."})
     further_tasks: int = field(default=600, metadata={"help": "Simple tasks beside the run's."})

@@ -96,8 +96,8 @@ def test_options_of_evolution_in_a_run_that_does_not_evolve_are_told(caplog):
     assert not caplog.messages
     begin(cull_fraction=0.5, mutations="svd_perturb")
     (line,) = caplog.messages
-    assert line.startswith("`cull_fraction`, `mutations`: without `evolve_every` nothing evolves in this run")
-    assert line.endswith("or leave the rest out.")
+    assert line.startswith("Without effect: `cull_fraction`, `mutations`. Nothing evolves in this run")
+    assert line.endswith("or leave these options out.")
 
 
 def test_a_run_in_which_nothing_is_valid_says_so(random_base, make_args, lora, seed_dataset, monkeypatch, caplog):

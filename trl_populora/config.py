@@ -112,10 +112,10 @@ def _as_python(value: Any) -> Any:
     """Turns numbers, arrays and tensors of NumPy and torch, also inside others, into Python's, which JSON can hold."""
     if isinstance(value, (np.generic, np.ndarray, torch.Tensor)):
         return value.tolist()
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_as_python, value)) if type(value) in (list, tuple) else value
-    if isinstance(value, dict):
-        return {key: _as_python(each) for key, each in value.items()} if type(value) is dict else value
+    if type(value) in (list, tuple):
+        return type(value)(map(_as_python, value))
+    if type(value) is dict:
+        return {key: _as_python(each) for key, each in value.items()}
     return value
 
 

@@ -261,7 +261,7 @@ def _write(path: Path, metadata: dict[str, Any], text: str, details: Mapping[str
     if path.exists():
         try:
             earlier = RepoCard(path.read_text(encoding="utf-8-sig"), ignore_metadata_errors=True)
-        except (ValueError, TypeError, YAMLError) as error:  # TypeError: a key that is no text, such as `2024`
+        except (ValueError, TypeError, YAMLError) as error:  # `TypeError` for the key `2024:`
             logger.warning("%s stays as it is, because its metadata cannot be read (%s).", path, error)
             return
         kept, mark = earlier.data.to_dict(), _MARKED.search(earlier.text)

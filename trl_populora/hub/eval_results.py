@@ -165,8 +165,8 @@ def make_model_index(figures: Sequence[Figure]) -> list[EvalResult]:
 
 def drop_our_results(model_index: Any) -> Any:
     """
-    Drops from a card's `model-index` the scores of [`make_model_index`]: they may be of earlier weights. What has
-    another form than the Hub's is somebody else's and stays.
+    Removes the scores that [`make_model_index`] wrote from a card's `model-index`, because they may be of earlier
+    weights. Keeps all that others wrote there, whatever its form.
     """
     if not isinstance(model_index, list):
         return model_index

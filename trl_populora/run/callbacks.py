@@ -251,8 +251,8 @@ class _Alarms(TrainerCallback):
         self._well, self._begin = {}, state.global_step
         if state.is_world_process_zero and (idle := args.list_idle_breeding()):
             logger.warning(
-                "%s: without `evolve_every` nothing evolves in this run, and this does nothing. Set `evolve_every` to "
-                "a number of optimizer steps, or leave the rest out.",
+                "Without effect: %s. Nothing evolves in this run, because `evolve_every` is unset. Set it to a number "
+                "of optimizer steps, or leave these options out.",
                 ", ".join(f"`{name}`" for name in idle),
             )
         for told in args.list_idle_options(state.max_steps) if state.is_world_process_zero else ():

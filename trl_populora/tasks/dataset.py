@@ -114,8 +114,8 @@ def read_given_tasks(seed_tasks: str | None, eval_tasks: str | None, kinds: Sequ
     """
     if eval_tasks == REAL and style == "compact":
         raise ValueError(
-            "`eval_tasks=real` holds out tasks in ordinary Python, and the prompts of this base are compact: it reads "
-            "the embedded base's programs alone. Take `tiny`."
+            "The tasks of `eval_tasks=real` are in ordinary Python. This base is asked in compact prompts, as the "
+            "embedded base is, and cannot read them. Take `eval_tasks=tiny`."
         )
     held_out = read_held_out(eval_tasks, kinds)
     begun = read_tasks(seed_tasks)
