@@ -28,7 +28,7 @@ import beside_recipes  # noqa: F401
 import torch
 from rejection import fine_tune
 from tiny_documents import DialogueWriter, random_task
-from tiny_headroom import train
+from tiny_headroom import pay_by_coin, train
 from tqdm import tqdm
 
 from trl_populora.evaluate.cross_play import assemble, write_payoff
@@ -78,7 +78,7 @@ def train_variant(run: Path, variant: str, seed: int, steps: int, settings: list
     """Trains one run to its end, from where it stopped if it has begun; a finished one stays as it is."""
     options = [*options_of(variant, steps), *settings]
     if steps_done(run) < steps:
-        train(run, seed, variant == COIN, options, CONFIG)
+        train(run, seed, options, CONFIG, pay_by_coin if variant == COIN else None)
     if variant == REJECTION and not load_evaluations(run):
         fine_tune(run, seed, options, CONFIG)
 

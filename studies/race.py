@@ -182,7 +182,7 @@ def main() -> None:
                 asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
                 with (run / "commit.txt").open("a") as commits:
                     commits.write(asked.stdout)
-                train(run, seed, False, [*options_of(plan["settings"], options.output, steps, HALF_KNOWN), *settings])
+                train(run, seed, [*options_of(plan["settings"], options.output, steps, HALF_KNOWN), *settings])
             print(f"{run}: {json.dumps(judge(run, plan['merged']))}", flush=True)
     parts = split(gather(options.output))
     print(markdown(table(parts)))

@@ -91,7 +91,7 @@ def parents(seed: int, options: argparse.Namespace, settings: Sequence[str]) -> 
             lines = Path(tiny_eval_tasks()).read_text(encoding="utf-8").splitlines()
             held_out.write_text("".join(f"{line}\n" for line in lines if json.loads(line)["kind"] == kind))
             given = ["--task_kinds", kind, "--eval_tasks", str(held_out), "--max_steps", str(options.steps), *ONE_PAIR]
-            train(path, seed + index * APART, False, [*given, *settings], CONFIG)
+            train(path, seed + index * APART, [*given, *settings], CONFIG)
     return paths
 
 

@@ -31,6 +31,7 @@ from typing import Any
 import beside_recipes  # noqa: F401
 import torch
 from arms_race_page import paired_table, spread
+from differing import CHANGES
 from score_held_out import markdown
 from tiny_documents import DialogueWriter, random_task
 from tiny_gate import PROGRAMS_TRIED, one_line_programs, probes
@@ -86,6 +87,15 @@ CANDIDATES: dict[str, dict[str, str]] = {
         f"pooled_{k}_fast": {**FOUR_PAIRS, "evolve_every": "0", "pool_every": k, "learning_rate": "4.0e-3"}
         for k in ("5", "1", "20")
     },
+}
+# Beside pooling: students that differ in rate or temperature, teachers that are paid for features of their own, and
+# an outer step with momentum. `CHANGES` says what no option does.
+FAST = CANDIDATES["pooled_5_fast"]
+CANDIDATES |= {
+    "pooled_5_rates": FAST,
+    "pooled_5_temperatures": FAST,
+    "pooled_5_shares": {**FAST, "reward_funcs": "differing:keep_to_own"},
+    "pooled_5_outer": CANDIDATES["pooled_5"],
 }
 COLUMNS: dict[str, Callable[[Mapping[str, Any]], float]] = {
     "held out, base": lambda run: run["held_out"][-1]["base"],
@@ -275,7 +285,7 @@ def main() -> None:
             run = options.output / name / f"seed_{seed}"
             if not (run / "trainer_state.json").exists():
                 given = options_of(CANDIDATES[name], options.output, options.steps, options.model)
-                train(run, seed, False, [*given, *settings])
+                train(run, seed, [*given, *settings], change=CHANGES.get(name))
             print(f"{run}: {json.dumps(measure(run))}", flush=True)
     kept = gather(options.output)
     print(markdown(table(kept)))

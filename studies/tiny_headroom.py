@@ -36,6 +36,7 @@ from trl_populora.report.plots import plot_run
 from trl_populora.sandbox import Sandbox
 from trl_populora.step.pay import Answer
 from trl_populora.tasks import load_seed_tasks
+from trl_populora.tasks.script import PromptArguments
 from trl_populora.trainer import PopuLoRATrainer
 
 
@@ -44,13 +45,18 @@ CONFIG = Path(__file__).resolve().parents[1] / "recipes" / "tiny" / "config_2t2s
 # measured so, before the recipes took what `screen.py` found better.
 PAPERS = ("--teacher_reward", "guarded", "--teacher_learning_rate", "none", "--replay", "0")
 PAPERS += ("--per_device_train_batch_size", "24")  # of 144 rows for two pairs, 288 for four, 72 for one
+Change = Callable[[PopuLoRATrainer], None]
 MEASURES = ("solve_rate", "code_o/solve_rate", "code_i/solve_rate", "code_f/solve_rate", "thinking_rate")
 
 
-def coin(seed: int) -> Callable[[Answer], float]:
-    """A student's reward that says nothing: right or wrong with equal chances."""
-    rng = random.Random(f"coin {seed}")
-    return lambda answer: rng.choice((1.0, -0.5))
+def pay_by_coin(trainer: PopuLoRATrainer) -> None:
+    """Makes the students' reward say nothing: right or wrong with equal chances."""
+    rng = random.Random(f"coin {trainer.args.seed}")
+
+    def coin(answer: Answer) -> float:
+        return rng.choice((1.0, -0.5))
+
+    trainer.game.rules = replace(trainer.game.rules, student_reward=coin)
 
 
 def build(run: Path, seed: int, options: list[str], config: Path = CONFIG) -> PopuLoRATrainer:
@@ -60,17 +66,18 @@ def build(run: Path, seed: int, options: list[str], config: Path = CONFIG) -> Po
 
 def parse(
     run: Path, seed: int, options: list[str], config: Path = CONFIG
-) -> tuple[TrainArguments, PopuLoRAConfig, MemberConfig]:
+) -> tuple[TrainArguments, PopuLoRAConfig, MemberConfig, PromptArguments]:
     given = ["--config", str(config), "--seed", str(seed), "--output_dir", str(run), "--save_strategy", "steps"]
     given += ["--save_steps", "20", "--save_total_limit", "1", *PAPERS, *options]
-    return TrlParser((TrainArguments, PopuLoRAConfig, MemberConfig)).parse_args_and_config(given)
+    classes = (TrainArguments, PopuLoRAConfig, MemberConfig, PromptArguments)
+    return TrlParser(classes).parse_args_and_config(given)
 
 
-def train(run: Path, seed: int, random_rewards: bool, options: list[str], config: Path = CONFIG) -> None:
-    """Trains one run to its end, from its newest checkpoint if there is one."""
+def train(run: Path, seed: int, options: list[str], config: Path = CONFIG, change: Change | None = None) -> None:
+    """Trains one run to its end, from its newest checkpoint if there is one; `change` gets the trainer before that."""
     trainer = build(run, seed, options, config)
-    if random_rewards:
-        trainer.game.rules = replace(trainer.game.rules, student_reward=coin(seed))
+    if change is not None:
+        change(trainer)
     trainer.train(resume_from_checkpoint="newest")
     trainer.save_state()
     trainer.save_model()
@@ -126,7 +133,7 @@ def main() -> None:
     for seed in arguments.seeds:
         run = arguments.output / f"seed_{seed}"
         if not (run / "trainer_state.json").exists():
-            train(run, seed, arguments.random_rewards, options)
+            train(run, seed, options, change=pay_by_coin if arguments.random_rewards else None)
     found = results(arguments.output)
     (arguments.output / "headroom.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     for seed, result in found.items():

@@ -817,7 +817,7 @@ class PopuLoRATrainer(HubTrainer):
         if self.use_vllm:
             with self.router.route_to(members):
                 return self._generate_single_turn(prompt_ids, None, {}, 1)
-        each = self._temperatures if self.game is None else []
+        each = self._temperatures
         temperatures = [self.temperature if member == BASE else each[member] for member in members] if each else None
         if self._generates_whole:
             return self._complete_whole(prompt_ids, members, temperatures), None
@@ -969,7 +969,7 @@ class PopuLoRATrainer(HubTrainer):
         def forward(batch: microbatch.Batch) -> torch.Tensor:
             layout = microbatch.read_layout(batch)
             heads = batch["member"][layout.heads]
-            scored = self._score_by_member(model, heads) if self.game is None else model
+            scored = self._score_by_member(model, heads)
             with self.router.route_to(heads):
                 return layout.log_probs(compute, scored, *microbatch.join(batch), self.scorer.sharing)[0]
 
@@ -993,7 +993,7 @@ class PopuLoRATrainer(HubTrainer):
         heads = inputs["member"][layout.heads]
         self.router.set(heads, inputs["member_factor"][layout.heads])  # the backward needs this route
         compute = super()._get_per_token_logps_and_entropies
-        scored = self._score_by_member(model, heads) if self.game is None else model
+        scored = self._score_by_member(model, heads)
         betas = start.choose_betas(self.args, self.population)
 
         def log_probs(model, ids, mask, length, **kwargs):

@@ -59,7 +59,7 @@ def test_every_variant_is_a_recipe_with_the_papers_pay(variant, tmp_path):
     recipe = yaml.safe_load(arms_race.CONFIG.read_text())
     assert float(arms_race.RATE) == float(recipe["learning_rate"])
     options = arms_race.options_of(variant, 75)
-    _, args, _ = tiny_headroom.parse(tmp_path / "run", 0, options, arms_race.CONFIG)
+    _, args, *_ = tiny_headroom.parse(tmp_path / "run", 0, options, arms_race.CONFIG)
     assert (args.max_steps, args.teacher_reward, args.replay) == (75, "guarded", 0)
     pairs = 1 if args.single_agent else max(args.teachers, args.students)
     rows = pairs * args.proposals_per_teacher * (1 + args.attempts_per_task)

@@ -61,7 +61,7 @@ def test_a_run_is_merged_in_every_way_once(tmp_path, monkeypatch):
     small = ["--proposals_per_teacher", "2", "--attempts_per_task", "2", "--replay", "0"]
     small += ["--per_device_train_batch_size", "12", "--max_completion_length", "48", "--students", "2"]
     given = screen.options_of(screen.CANDIDATES["separate"], tmp_path, 2, screen.HALF_KNOWN)
-    screen.train(run, 0, False, [*given, *small])
+    screen.train(run, 0, [*given, *small])
     rates = merging.score(run)
     assert [*rates] == [*WAYS]
     assert all(0 <= rate <= 1 for each in rates.values() for rate in each.values())

@@ -25,7 +25,7 @@ def test_every_arm_of_the_plan_has_as_many_rows(arm, tmp_path):
     plan = race.PLAN["arms"][arm]
     assert race.PLAN["rows"] % plan["rows_a_step"] == 0
     assert plan["merged"] in WAYS
-    _, config, _ = parse(tmp_path, 5, options_of(plan["settings"], tmp_path, 1, race.HALF_KNOWN))
+    _, config, *_ = parse(tmp_path, 5, options_of(plan["settings"], tmp_path, 1, race.HALF_KNOWN))
     rows = config.per_device_train_batch_size * config.gradient_accumulation_steps
     assert rows == plan["rows_a_step"]
 
