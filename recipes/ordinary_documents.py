@@ -6,6 +6,7 @@ the instructions, one a line. Used by `cold_start.py`.
 from __future__ import annotations
 
 import random
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from accelerate.utils import broadcast_object_list
 from cold_documents import Document
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from trl_populora.config import PopuLoRAConfig
 from trl_populora.generate.player import make_sampling_config
@@ -25,6 +27,15 @@ BATCH = 16  # answers that are generated together
 
 def read_instructions() -> list[str]:
     return [line.replace("\\n", "\n") for line in SOURCE.read_text(encoding="utf-8").splitlines()]
+
+
+def gather_weights(base: PreTrainedModel) -> AbstractContextManager:
+    """Holds all weights on each rank for a while, if ZeRO-3 has split them: before training no engine does this."""
+    if not is_deepspeed_zero3_enabled():
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters([*base.parameters()])
 
 
 def answer_instructions(
@@ -58,7 +69,7 @@ def answer_instructions(
             tokenizer_kwargs={"padding_side": "left"},
             **(args.chat_template_kwargs or {}),
         ).to(base.device)
-        with torch.no_grad():
+        with torch.no_grad(), gather_weights(base):
             rows = base.generate(**inputs, generation_config=greedy)[:, inputs["input_ids"].shape[1] :].tolist()
         for prompt, row in zip(prompts, rows, strict=True):
             end = next((place for place, token in enumerate(row) if token in run.eos_token_id), 0)

@@ -15,6 +15,7 @@ import torch
 from peft import load_peft_weights
 from transformers import AutoTokenizer, TrainerCallback
 
+from tests.launching import launch, run_script
 from tests.recipe_runs import save_qwen
 from tests.small_run import small_trainer
 from trl_populora.assets import tiny_base_path
@@ -203,6 +204,20 @@ def test_ordinary_instructions_are_shown_with_the_bases_own_greedy_answers(qwen,
         *answer, last = answer[0, ids.shape[1] :].tolist()
         assert last == ends
         assert row["completion"][0]["content"] == tokenizer.decode(answer) != ""
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_two_processes_that_share_out_the_weights_answer_and_learn(qwen, tmp_path):
+    """ZeRO-3 has split the weights before the base answers, when no engine is there to gather them."""
+    pytest.importorskip("deepspeed", reason="needs the `deepspeed` extra")
+    played = {"task_kinds": ["code_o"], "max_completion_length": 600, "documents": 40, "instructions": 0.5}
+    words = arguments_of(tmp_path, model_name_or_path=qwen, **played)
+    told = run_script([*launch("cpu_zero3.yaml"), cold_start.__file__, *words], tmp_path / "log")
+    (count,) = {int(count) for count in re.findall(r"(\d+) ordinary", told)}
+    assert 0 < count <= 20
+    adapter = load_peft_weights(str(tmp_path / "cold"), device="cpu")
+    assert any(value.abs().max() > 0 for key, value in adapter.items() if ".lora_B." in key)
 
 
 def test_the_assistants_last_turn_alone_is_learned(qwen, tmp_path):
