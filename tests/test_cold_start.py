@@ -185,8 +185,9 @@ def test_a_population_starts_from_the_adapter_in_both_roles(base, qwen, tmp_path
     assert trainer.state.global_step == 1
 
 
-def test_ordinary_instructions_are_shown_with_the_bases_own_greedy_answers(qwen, tmp_path, capsys):
+def test_ordinary_instructions_are_shown_with_the_bases_own_greedy_answers(qwen, tmp_path, capsys, monkeypatch):
     """A random base goes on after most instructions, and then the instruction is left out."""
+    monkeypatch.setattr(ordinary_documents, "LONGEST", 48)
     played = {"task_kinds": ["code_o"], "max_completion_length": 600, "documents": 40, "instructions": 0.9}
     trainer = cold_start.prepare(*cold_start.parse(arguments_of(tmp_path, model_name_or_path=qwen, **played)))
     known = set(ordinary_documents.read_instructions())
