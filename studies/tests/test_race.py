@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -40,15 +41,33 @@ def test_the_judged_tasks_stand_in_no_screen():
 
 def test_the_page_tells_the_runs_so_far():
     folder = Path(race.__file__).parent
-    kept = json.loads((folder / "tiny" / race.RESULTS).read_text())
-    assert {arm: [*runs] for arm, runs in kept.items()} == {"separate": ["5"], "agent_416": ["0"]}
-    assert all(run["rows"] == race.PLAN["rows"] for runs in kept.values() for run in runs.values())
-    rates = {
-        arm: f"{100 * race.COLUMNS['as one model'](run):.1f} %" for arm, runs in kept.items() for run in runs.values()
+    parts = race.split(json.loads((folder / "tiny" / race.RESULTS).read_text()))
+    looks = ("agent_416_slow", "agent_416_fast", "agent_104", "agent_104_slow")
+    assert {part: [*runs] for part, runs in parts.items()} == {
+        "separate": ["5"],
+        "agent_416": ["0"],
+        **{f"{arm}, {race.PLAN['rows'] // 2} rows": ["0"] for arm in looks},
     }
+    rates = [f"{100 * race.COLUMNS['as one model'](run):.1f} %" for runs in parts.values() for run in runs.values()]
     page = (folder / "README.md").read_text()
-    assert f"`agent_416`, seed 0, ends with {rates['agent_416']} of the judged tasks" in page
-    assert f"`separate`, seed 5, merged into one model with {rates['separate']}" in page
+    assert f"`separate`, seed 5, merged into one model with {rates[0]}" in page
+    assert f"`agent_416`, seed 0, ends with {rates[1]} of the judged tasks" in page
+    assert f"{rates[2]} at half the rate (`{looks[0]}`) and {rates[3]} at twice the rate (`{looks[1]}`)" in page
+    assert f"{rates[4]} (`{looks[2]}`) and at half the rate {rates[5]} (`{looks[3]}`)" in page
+
+
+def test_the_run_that_fell_apart_is_told_as_it_was():
+    folder = Path(race.__file__).parent
+    with tarfile.open(folder / "tiny" / "race_runs.tar.xz") as kept:
+        lines = kept.extractfile("agent_104_fast/seed_0/metrics.jsonl").read().splitlines()
+    rates = {
+        entry["step"]: entry["eval/solve_rate_mean"]
+        for entry in map(json.loads, lines)
+        if "eval/solve_rate_mean" in entry
+    }
+    told = f"between steps 125 and 150: from {100 * rates[125]:.0f} to {100 * rates[150]:.0f} % of the tasks"
+    assert told in (folder / "README.md").read_text()
+    assert max(rate for step, rate in rates.items() if step >= 150) < 0.1
 
 
 @pytest.mark.slow
