@@ -251,6 +251,10 @@ POOLED = {
     "every 5 steps": "pooled_5",
     "every step": "pooled_1",
     "every 5 steps, at twice the rate": "pooled_5_fast",
+    "every 5 steps, at twice the rate; teachers paid for features of their own": "pooled_5_shares",
+    "every 5 steps, at twice the rate; students at temperatures 0.7, 1, 1 and 1.3": "pooled_5_temperatures",
+    "every 5 steps, at twice the rate; students at 0.5, 1, 1 and 2 times this rate": "pooled_5_rates",
+    "every 5 steps, then moved on with momentum (DiLoCo's outer step)": "pooled_5_outer",
 }
 
 
