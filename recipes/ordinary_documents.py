@@ -30,7 +30,7 @@ def read_instructions() -> list[str]:
 
 
 def gather_weights(base: PreTrainedModel) -> AbstractContextManager:
-    """Holds all weights on each rank for a while, if ZeRO-3 has split them: before training no engine does this."""
+    """Gathers the weights that ZeRO-3 has split among the ranks, for one block. Without ZeRO-3 it does nothing."""
     if not is_deepspeed_zero3_enabled():
         return nullcontext()
     import deepspeed

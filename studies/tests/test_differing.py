@@ -47,11 +47,13 @@ def test_each_student_learns_at_its_rate(random_base, seed_tasks, tmp_path):
 
 def test_each_student_of_a_game_is_scored_at_its_temperature(random_base, seed_tasks, tmp_path):
     trainer = make(random_base, seed_tasks, tmp_path, give_temperatures, max_steps=1)
-    asked = []
+    score, asked = trainer._score_by_member, []
 
     def note(model, members):
+        scored = score(model, members)
         asked.append([trainer._temperatures[member] for member in members.tolist()])
-        return model
+        assert scored is not model, "its scores are divided"
+        return scored
 
     trainer._score_by_member = note
     trainer.train()
