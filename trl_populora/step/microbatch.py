@@ -103,12 +103,14 @@ def plan_micro_batches(
     # longest completion. Many short rows may take the place of a long one.
     budget = size * (max(asked) + max(answered))
 
+    def columns_of(rows: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
+        return [prompts[row] for row in rows], [asked[row] for row in rows], [answered[row] for row in rows]
+
     def lay(rows: Sequence[int]) -> Layout:
-        columns = [[column[row] for row in rows] for column in (prompts, asked, answered)]
-        return lay_out(columns[0], columns[1], columns[2], sharing, budget)
+        return lay_out(*columns_of(rows), sharing, budget)
 
     def exceeds(rows: Sequence[int]) -> bool:
-        return lay(rows).grid > budget
+        return all(layout.grid > budget for layout in list_layouts(*columns_of(rows), sharing, budget))
 
     ways = []
     # Way 1 puts rows of similar length together, so that little is padded. Way 2 puts the attempts at one task
@@ -174,13 +176,16 @@ def _fill(
         # A group that does not fit into one micro-batch is split into as few pieces as possible, of about
         # equal size.
         for piece in next(split for split in splits if not any(map(exceeds, split))):
-            enough = bool(batches) and len(batches[-1]) >= size
-            if not batches or (enough and (first or exceeds(batches[-1] + piece))):
-                batches.append([])
-            for row in piece:
-                if batches[-1] and exceeds([*batches[-1], row]):
+            full = bool(batches) and len(batches[-1]) >= size
+            if batches and not (full and first) and not exceeds(batches[-1] + piece):
+                batches[-1] += piece
+            else:
+                if full or not batches:
                     batches.append([])
-                batches[-1].append(row)
+                for row in piece:
+                    if batches[-1] and exceeds([*batches[-1], row]):
+                        batches.append([])
+                    batches[-1].append(row)
             first = False
 
 
@@ -613,21 +618,45 @@ def lay_out(
             budget.
         budget: Most tokens, padding included.
     """
+    layouts = [*list_layouts(prompts, prompt_lengths, completion_lengths, sharing)]
+    fitting = [layout for layout in layouts if layout.grid <= budget]
+    return (
+        min(fitting, key=lambda layout: layout.cost(sharing))
+        if fitting
+        else min(layouts, key=lambda layout: layout.grid)
+    )
+
+
+def list_layouts(
+    prompts: Sequence[int],
+    prompt_lengths: Sequence[int],
+    completion_lengths: Sequence[int],
+    sharing: Sharing | None,
+    budget: float = float("inf"),
+) -> Iterator[Layout]:
+    """
+    Lists the layouts of a micro-batch that [`lay_out`] chooses from; its arguments are the same. The first layout
+    shares nothing. The others are left out where no sharing can bring the tokens within the budget.
+    """
     # Rows by prompt, without those that are left out.
     groups: dict[int, list[int]] = {}
     for row, prompt in enumerate(prompts):
         if prompt_lengths[row]:
             groups.setdefault(prompt, []).append(row)
     if not groups:
-        return Layout([[0]], prompt_lengths, completion_lengths)
-    layouts = [Layout([[row] for group in groups.values() for row in group], prompt_lengths, completion_lengths)]
+        yield Layout([[0]], prompt_lengths, completion_lengths)
+        return
+    yield Layout([[row] for group in groups.values() for row in group], prompt_lengths, completion_lengths)
     if sharing is None:
-        return layouts[0]
-    ordered = [sorted(group, key=lambda row: -completion_lengths[row]) for group in groups.values()]
+        return
 
     def width_of(pack: Sequence[int]) -> int:
         return prompt_lengths[pack[0]] + sum(completion_lengths[row] for row in pack)
 
+    # Each prompt once, less the token that begins each branch: no layout has fewer tokens.
+    if sum(width_of(group) - 1 for group in groups.values()) > budget:
+        return
+    ordered = [sorted(group, key=lambda row: -completion_lengths[row]) for group in groups.values()]
     # Try wider and wider rows of the forward. Narrow ones repeat prompts, wide ones spend more on attention and
     # padding.
     longest, width = max(map(width_of, ordered)), max(width_of(group[:1]) for group in ordered)
@@ -637,14 +666,8 @@ def lay_out(
         for group in ordered:
             splits = ([group[part::count] for part in range(count)] for count in range(1, len(group) + 1))
             packs += next(split for split in splits if max(map(width_of, split)) <= width)
-        layouts.append(Layout(packs, prompt_lengths, completion_lengths))
+        yield Layout(packs, prompt_lengths, completion_lengths)
         width = round(1.5 * width)
-    fitting = [layout for layout in layouts if layout.grid <= budget]
-    return (
-        min(fitting, key=lambda layout: layout.cost(sharing))
-        if fitting
-        else min(layouts, key=lambda layout: layout.grid)
-    )
 
 
 # TRL's figures about vLLM's samples, taken over the computed rows alone.
