@@ -9,7 +9,7 @@ The race at equal rows: populations against one agent, each arm with as many sam
 training: a proposal, valid or not, or an attempt at a proposal, at a filler or at an archived task. Runs lie in
 `<output>/<arm>/seed_<n>`, use one thread, are saved every 20 steps and go on where they stopped when the command is
 given again; several commands can share the work. A run with fewer `--rows` is a first look, has a row of its own in
-the table, and goes on when more rows are asked for. At its end a run's students, each and merged into one model, are
+the tables, and goes on when more rows are asked for. At its end a run's students, each and merged into one model, are
 judged on tasks that no screen has used. The figures of all runs are kept in `<output>/race.json`; with that file in a
 new `<output>`, its runs stand in the tables beside those made there.
 """
@@ -89,6 +89,16 @@ def judge(run: Path, way: str) -> dict[str, dict[str, float]]:
     return json.loads(path.read_text())
 
 
+def read_looks(run: Path) -> dict[str, float]:
+    """What the merged model solved of the judged tasks when the run stopped earlier and was judged, by step."""
+    steps = sorted(int(path.stem.removeprefix("judged_")) for path in run.glob("judged_*.json"))
+    return {
+        str(step): json.loads((run / f"judged_{step}.json").read_text())[ONE_MODEL]["judged"]
+        for step in steps
+        if step < trained_steps(run)
+    }
+
+
 def measure(run: Path, way: str) -> dict[str, Any]:
     """The figures of a finished run."""
     records = load_run(run)
@@ -101,6 +111,7 @@ def measure(run: Path, way: str) -> dict[str, Any]:
         "invalid": fmean(refused),
         "core_seconds": round(sum(entry.get("step_time", 0.0) for entry in read_lines(run / "times.jsonl"))),
         "judged": judge(run, way),
+        "looks": read_looks(run),
     }
 
 
@@ -152,6 +163,19 @@ def split(kept: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, dict
     return parts
 
 
+def list_runs(kept: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[list[str]]:
+    """A row per run: its arm, and what its merged model solves of the judged tasks."""
+    rows = [["arm", "rows a step", "students' rate", "seed", "with half of the rows", "with all"]]
+    for arm, runs in kept.items():
+        plan = PLAN["arms"][arm]
+        about = [f"`{arm}`", str(plan["rows_a_step"]), plan["settings"].get("learning_rate", "2.0e-3")]
+        for seed, run in runs.items():
+            end = run["judged"][ONE_MODEL]["judged"]
+            rates = [run["looks"].get(str(run["steps"] // 2)), end] if run["rows"] == PLAN["rows"] else [end, None]
+            rows.append([*about, seed, *("" if rate is None else f"{100 * rate:.1f} %" for rate in rates)])
+    return rows
+
+
 def table(parts: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[list[str]]:
     """A row per arm: mean and standard deviation over its seeds."""
     rows = [["arm", "seeds", *COLUMNS]]
@@ -184,7 +208,9 @@ def main() -> None:
                     commits.write(asked.stdout)
                 train(run, seed, [*options_of(plan["settings"], options.output, steps, HALF_KNOWN), *settings])
             print(f"{run}: {json.dumps(judge(run, plan['merged']))}", flush=True)
-    parts = split(gather(options.output))
+    kept = gather(options.output)
+    print(markdown(list_runs(kept)))
+    parts = split(kept)
     print(markdown(table(parts)))
     whole = {arm: parts[arm] for arm in PLAN["arms"] if arm in parts}
     if AGENT in whole and len(whole) > 1:

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import race  # noqa: E402
 from likelihood import count_taught, write_targets  # noqa: E402
 from merging import WAYS  # noqa: E402
+from score_held_out import markdown  # noqa: E402
 from screen import draw_held_out, held_out_tasks, options_of  # noqa: E402
 from tiny_headroom import parse  # noqa: E402
 
@@ -41,19 +42,11 @@ def test_the_judged_tasks_stand_in_no_screen():
 
 def test_the_page_tells_the_runs_so_far():
     folder = Path(race.__file__).parent
-    parts = race.split(json.loads((folder / "tiny" / race.RESULTS).read_text()))
-    looks = ("agent_416_slow", "agent_416_fast", "agent_104", "agent_104_slow")
-    assert {part: [*runs] for part, runs in parts.items()} == {
-        "separate": ["5"],
-        "agent_416": ["0"],
-        **{f"{arm}, {race.PLAN['rows'] // 2} rows": ["0"] for arm in looks},
-    }
-    rates = [f"{100 * race.COLUMNS['as one model'](run):.1f} %" for runs in parts.values() for run in runs.values()]
+    kept = json.loads((folder / "tiny" / race.RESULTS).read_text())
     page = (folder / "README.md").read_text()
-    assert f"`separate`, seed 5, merged into one model with {rates[0]}" in page
-    assert f"`agent_416`, seed 0, ends with {rates[1]} of the judged tasks" in page
-    assert f"{rates[2]} at half the rate (`{looks[0]}`) and {rates[3]} at twice the rate (`{looks[1]}`)" in page
-    assert f"{rates[4]} (`{looks[2]}`) and at half the rate {rates[5]} (`{looks[3]}`)" in page
+    assert markdown(race.list_runs(kept)) in page
+    small, large = (kept[arm]["0"]["judged"][race.ONE_MODEL]["judged"] for arm in ("agent_104_slow", "agent_416"))
+    assert f"solves {100 * (small - large):.1f} points more" in page
 
 
 def test_the_run_that_fell_apart_is_told_as_it_was():
@@ -100,6 +93,9 @@ def test_a_run_is_judged_by_student_and_as_one_model_goes_on_and_is_not_made_twi
     assert [*agent["judged"]] == [race.ONE_MODEL]
     assert pooled["rows"] == agent["rows"] == plan["rows"]
     assert [*race.split(kept)] == [*plan["arms"]]
+    assert pooled["looks"] == {"1": halves["pooled"]["0"]["judged"][race.ONE_MODEL]["judged"]}
+    assert "" not in race.list_runs(kept)[1], "half way and at the end"
+    assert [row[-1] for row in race.list_runs(halves)[1:]] == ["", ""]
     assert all(0 <= rate <= 1 for each in pooled["judged"].values() for rate in each.values())
     taught = count_taught(tmp_path / "pooled" / "seed_0")
     rows = [row for row in load_run(tmp_path / "pooled" / "seed_0").rows if row["role"] == "student"]
