@@ -7,8 +7,8 @@ Takes the settings of the run itself, so that prompts, kinds, tasks, limits and 
 leaves an ordinary LoRA adapter where the run's `warm_start` looks for it: all members start from it. It is trained on
 documents: tasks with answers (`cold_documents.py`), and ordinary instructions with the base's own answers
 (`ordinary_documents.py`). TRL's `SFTTrainer` learns the assistant's last turn of each. On two CPU cores a 135M first
-answers for some minutes, and is then trained for 20. On a GPU the documents of a step go through the model together.
-`--resume` goes on after an interruption. `--help` lists the options.
+answers for some minutes, and is then trained for 20. On a GPU several documents of a step go through the model at
+once. `--resume` goes on after an interruption. `--help` lists the options.
 
 What it leaves out: measuring what came of it. A run's first steps do, or its held-out tasks with `eval_on_start`.
 """

@@ -5,13 +5,13 @@ The race at equal rows: populations against one agent, each arm with as many sam
     python studies/race.py --arms agent_104 --seeds 0 --rows 31200               # a first look, half as far
     python studies/race.py --table_only                                          # of all runs so far
 
-`tiny/race_plan.json` fixed arms, settings and seeds before the first run. A *row* is a completion that is sampled for
-training: a proposal, valid or not, or an attempt at a proposal, at a filler or at an archived task. Runs lie in
-`<output>/<arm>/seed_<n>`, use one thread, are saved every 20 steps and go on where they stopped when the command is
-given again; several commands can share the work. A run with fewer `--rows` is a first look, has a row of its own in
-the tables, and goes on when more rows are asked for. At its end a run's students, each and merged into one model, are
-judged on tasks that no screen has used. The figures of all runs are kept in `<output>/race.json`; with that file in a
-new `<output>`, its runs stand in the tables beside those made there.
+`tiny/race_plan.json` has arms, settings and seeds, each arm's since before its first run. A *row* is a completion that
+is sampled for training: a proposal, valid or not, or an attempt at a proposal, at a filler or at an archived task.
+Runs lie in `<output>/<arm>/seed_<n>`, use one thread, are saved every 20 steps and go on where they stopped when the
+command is given again; several commands can share the work. A run with fewer `--rows` is a first look, has a row of
+its own in the tables, and goes on when more rows are asked for. At its end a run's students, each and merged into one
+model, are judged on tasks that no screen has used. The figures of all runs are kept in `<output>/race.json`; with that
+file in a new `<output>`, its runs stand in the tables beside those made there.
 """
 
 from __future__ import annotations

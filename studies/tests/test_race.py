@@ -58,7 +58,7 @@ def test_the_run_that_fell_apart_is_told_as_it_was():
         for entry in map(json.loads, lines)
         if "eval/solve_rate_mean" in entry
     }
-    told = f"between steps 125 and 150: from {100 * rates[125]:.0f} to {100 * rates[150]:.0f} % of the tasks"
+    told = f"from {100 * rates[125]:.0f} to {100 * rates[150]:.0f} % of the tasks between steps 125 and 150"
     assert told in (folder / "README.md").read_text()
     assert max(rate for step, rate in rates.items() if step >= 150) < 0.1
 

@@ -166,9 +166,10 @@ def _fill(
     """
     Deals one role's groups of rows into micro-batches, one group after the other.
 
-    While the last micro-batch has fewer than `size` rows, it takes rows one by one. The first row that does not fit
-    begins a new one. If the last micro-batch has `size` rows or more, it takes a group only whole, and no group of a
-    role that is new to it.
+    The last micro-batch takes a group whole if the group fits. If it does not fit and the micro-batch has fewer than
+    `size` rows, rows are added one by one, and the first that does not fit begins a new micro-batch. Once the last
+    micro-batch has `size` rows, a group that does not fit begins a new one; so does a role's first group, even if it
+    fits.
     """
     first = True
     for group in groups:
@@ -176,14 +177,14 @@ def _fill(
         # A group that does not fit into one micro-batch is split into as few pieces as possible, of about
         # equal size.
         for piece in next(split for split in splits if not any(map(exceeds, split))):
-            full = bool(batches) and len(batches[-1]) >= size
+            full = not batches or len(batches[-1]) >= size
             if batches and not (full and first) and not exceeds(batches[-1] + piece):
                 batches[-1] += piece
+            elif full:
+                batches.append(piece)
             else:
-                if full or not batches:
-                    batches.append([])
                 for row in piece:
-                    if batches[-1] and exceeds([*batches[-1], row]):
+                    if exceeds([*batches[-1], row]):
                         batches.append([])
                     batches[-1].append(row)
             first = False
@@ -635,8 +636,9 @@ def list_layouts(
     budget: float = float("inf"),
 ) -> Iterator[Layout]:
     """
-    Lists the layouts of a micro-batch that [`lay_out`] chooses from; its arguments are the same. The first layout
-    shares nothing. The others are left out where no sharing can bring the tokens within the budget.
+    Lists the layouts of a micro-batch that [`lay_out`] chooses from; its arguments are the same. In the first layout
+    every row stands alone. In the others rows may share prompts; they are left out if even the fewest tokens that
+    sharing could leave exceed the budget.
     """
     # Rows by prompt, without those that are left out.
     groups: dict[int, list[int]] = {}
@@ -653,7 +655,7 @@ def list_layouts(
     def width_of(pack: Sequence[int]) -> int:
         return prompt_lengths[pack[0]] + sum(completion_lengths[row] for row in pack)
 
-    # Each prompt once, less the token that begins each branch: no layout has fewer tokens.
+    # Every layout has at least these tokens: each prompt once, without its last token, and every completion.
     if sum(width_of(group) - 1 for group in groups.values()) > budget:
         return
     ordered = [sorted(group, key=lambda row: -completion_lengths[row]) for group in groups.values()]
