@@ -1,17 +1,18 @@
 """
 The race at equal rows: populations against one agent, each arm with as many sampled rows, paired by seed.
 
-    python studies/race.py --arms pooled agent_416 --seeds 0 1                   # an hour a run of one core
+    python studies/race.py --arms pooled agent_104_slow --seeds 5 6              # an hour a run of one core
     python studies/race.py --arms agent_104 --seeds 0 --rows 31200               # a first look, half as far
     python studies/race.py --table_only                                          # of all runs so far
 
 `tiny/race_plan.json` has arms, settings and seeds, each arm's since before its first run. A *row* is a completion that
 is sampled for training: a proposal, valid or not, or an attempt at a proposal, at a filler or at an archived task.
 Runs lie in `<output>/<arm>/seed_<n>`, use one thread, are saved every 20 steps and go on where they stopped when the
-command is given again; several commands can share the work. A run with fewer `--rows` is a first look, has a row of
-its own in the tables, and goes on when more rows are asked for. At its end a run's students, each and merged into one
-model, are judged on tasks that no screen has used. The figures of all runs are kept in `<output>/race.json`; with that
-file in a new `<output>`, its runs stand in the tables beside those made there.
+command is given again; several commands can share the work. At its end a run's students, each and merged into one
+model, are judged on tasks that no screen has used. Three tables are printed: all runs; the arms; and what each arm has
+more than the single agent of the same seed. The last two have only whole runs, of seeds that chose no settings. A run
+with fewer `--rows` is a first look, and goes on when more rows are asked for. The figures of all runs are kept in
+`<output>/race.json`; with that file in a new `<output>`, its runs stand in the tables beside those made there.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ import argparse
 import json
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 import beside_recipes  # noqa: F401
 import torch
-from arms_race_page import paired_table, spread
+from arms_race_page import differences, is_told
 from likelihood import TARGETS, write_targets
 from merging import read_students, write_merged
 from score_held_out import markdown
@@ -37,6 +38,7 @@ from tiny_scores import Scorer
 from tqdm import tqdm
 from transformers.trainer_utils import get_last_checkpoint
 
+from trl_populora.evaluate.intervals import measure_mean
 from trl_populora.report.load import load_run
 from trl_populora.run.read import read_lines
 from trl_populora.sandbox import Sandbox
@@ -44,7 +46,8 @@ from trl_populora.tasks import Task
 
 
 PLAN = json.loads((Path(__file__).resolve().parent / "tiny" / "race_plan.json").read_text())
-RESULTS, AGENT, ONE_MODEL = "race.json", "agent_416", "one model"
+RESULTS, ONE_MODEL = "race.json", "one model"
+AGENT, FIRST = "agent_104_slow", 5  # what arms are compared with, on seeds from 5 on: 0 and 1 chose settings
 
 
 def judged_tasks(count: int) -> list[Task]:
@@ -123,21 +126,24 @@ def _students(figure: str) -> Callable[[Mapping[str, Any]], list[float]]:
     return of
 
 
-COLUMNS: dict[str, Callable[[Mapping[str, Any]], float]] = {
-    "as one model": lambda run: run["judged"][ONE_MODEL]["judged"],
-    "students": lambda run: fmean(_students("judged")(run)),
-    "worst": lambda run: min(_students("judged")(run)),
-    "probes, as one model": lambda run: run["judged"][ONE_MODEL]["probes"],
-    "forgotten": lambda run: run["forgotten"],
-    "features, last 20": lambda run: run["features"][-1],
-    "new shapes, last 20": lambda run: run["new_shapes"][-1],
-    "live rows": lambda run: fmean(run["live"]),
-    "invalid": lambda run: run["invalid"],
-    "rows": lambda run: run["rows"],
+def _share(figure: Callable[[Mapping[str, Any]], float]) -> Callable[[Mapping[str, Any]], float]:
+    return lambda run: 100 * figure(run)
+
+
+FIGURES: dict[str, Callable[[Mapping[str, Any]], float]] = {
+    "as one model, %": _share(lambda run: run["judged"][ONE_MODEL]["judged"]),
+    "students in the mean, %": _share(lambda run: fmean(_students("judged")(run))),
+    "worst student, %": _share(lambda run: min(_students("judged")(run))),
+    "probes, as one model, %": _share(lambda run: run["judged"][ONE_MODEL]["probes"]),
+    "features forgotten": lambda run: run["forgotten"],
+    "features, last 20 steps": lambda run: run["features"][-1],
+    "new shapes, last 20 steps, %": _share(lambda run: run["new_shapes"][-1]),
+    "live rows, %": _share(lambda run: fmean(run["live"])),
+    "invalid proposals, %": _share(lambda run: run["invalid"]),
     "million tokens": lambda run: run["tokens"] / 1e6,
     "minutes of one core": lambda run: run["core_seconds"] / 60,
 }
-COMPARED = {name: COLUMNS[name] for name in ("as one model", "students", "worst", "probes, as one model")}
+COMPARED = [*FIGURES][:4]
 
 
 def gather(output: Path) -> dict[str, dict[str, dict[str, Any]]]:
@@ -153,14 +159,13 @@ def gather(output: Path) -> dict[str, dict[str, dict[str, Any]]]:
     return kept
 
 
-def split(kept: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Mapping[str, Any]]]:
-    """The runs of each arm with all rows, and under a name of their own those with fewer."""
-    parts: dict[str, dict[str, Mapping[str, Any]]] = {}
-    for arm, runs in kept.items():
-        for seed, run in runs.items():
-            label = arm if run["rows"] == PLAN["rows"] else f"{arm}, {run['rows']} rows"
-            parts.setdefault(label, {})[seed] = run
-    return parts
+def find_raced(kept: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Mapping[str, Any]]]:
+    """The runs that count when arms are compared: all rows, and a seed that chose nothing."""
+    whole = {
+        arm: {seed: run for seed, run in runs.items() if int(seed) >= FIRST and run["rows"] == PLAN["rows"]}
+        for arm, runs in kept.items()
+    }
+    return {arm: runs for arm, runs in whole.items() if runs}
 
 
 def list_runs(kept: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[list[str]]:
@@ -176,12 +181,34 @@ def list_runs(kept: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[list[
     return rows
 
 
-def table(parts: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[list[str]]:
-    """A row per arm: mean and standard deviation over its seeds."""
-    rows = [["arm", "seeds", *COLUMNS]]
-    for arm, runs in parts.items():
-        rows.append([arm, str(len(runs)), *(spread(map(column, runs.values())) for column in COLUMNS.values())])
+def describe(raced: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[list[str]]:
+    """A column per arm: the mean of each figure over the arm's seeds, with a standard deviation from two seeds on."""
+    rows = [["", *(f"`{arm}`" for arm in raced)], ["seed", *(", ".join(runs) for runs in raced.values())]]
+    for name, figure in FIGURES.items():
+        cells = []
+        for runs in raced.values():
+            values = [figure(run) for run in runs.values()]
+            cells.append(f"{fmean(values):.1f}" + (f" ± {stdev(values):.1f}" if len(values) > 1 else ""))
+        rows.append([name, *cells])
     return rows
+
+
+def compare(raced: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[list[str]]:
+    """A row per arm: what it has more than the single agent of the same seed, in points, with a t interval."""
+    rows = [["arm", "seeds compared", *(name.removesuffix(", %") for name in COMPARED)]]
+    for arm in raced:
+        found = [differences(raced, FIGURES[name], arm, AGENT) for name in COMPARED]
+        if arm != AGENT and found[0]:
+            rows.append([f"`{arm}`", str(len(found[0])), *map(_tell, found)])
+    return rows
+
+
+def _tell(points: Sequence[float]) -> str:
+    mean, half = measure_mean(points)
+    if len(points) == 1:
+        return f"{mean:+.1f}"
+    text = f"{mean:+.1f} [{mean - half:+.1f} to {mean + half:+.1f}]"
+    return f"**{text}**" if is_told(points) else text
 
 
 def main() -> None:
@@ -210,11 +237,9 @@ def main() -> None:
             print(f"{run}: {json.dumps(judge(run, plan['merged']))}", flush=True)
     kept = gather(options.output)
     print(markdown(list_runs(kept)))
-    parts = split(kept)
-    print(markdown(table(parts)))
-    whole = {arm: parts[arm] for arm in PLAN["arms"] if arm in parts}
-    if AGENT in whole and len(whole) > 1:
-        print(markdown(paired_table(whole, AGENT, COMPARED)))
+    raced = find_raced(kept)
+    print(markdown(describe(raced)))
+    print(markdown(compare(raced)))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tarfile
 from pathlib import Path
@@ -47,6 +48,10 @@ def test_the_page_tells_the_runs_so_far():
     assert markdown(race.list_runs(kept)) in page
     small, large = (kept[arm]["0"]["judged"][race.ONE_MODEL]["judged"] for arm in ("agent_104_slow", "agent_416"))
     assert f"solves {100 * (small - large):.1f} points more" in page
+    compared, raced = (folder.parent / "docs" / "results.md").read_text(), race.find_raced(kept)
+    assert markdown(race.describe(raced)) in compared
+    assert markdown(race.compare(raced)) in compared
+    assert f"{100 * (small - large):.1f} points more of the race's tasks" in re.sub(r"\s+", " ", compared)
 
 
 def test_the_run_that_fell_apart_is_told_as_it_was():
@@ -74,13 +79,14 @@ def test_a_run_is_judged_by_student_and_as_one_model_goes_on_and_is_not_made_twi
         settings = {**small, "per_device_train_batch_size": "12", "evolve_every": "0", **more}
         plan["arms"][name] = {"settings": settings, "rows_a_step": 24, "merged": "mean of factors", "seeds": [0]}
     monkeypatch.setattr(race, "PLAN", plan)
+    monkeypatch.setattr(race, "FIRST", 0)
     monkeypatch.setattr(race, "probe_tasks", lambda: race.judged_tasks(1))
     given = ["race.py", "--arms", *plan["arms"], "--output", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", [*given, "--rows", "24"])
     race.main()
     halves = json.loads((tmp_path / race.RESULTS).read_text())
     assert {run["0"]["rows"] for run in halves.values()} == {24}
-    assert [*race.split(halves)] == ["pooled, 24 rows", f"{race.AGENT}, 24 rows"]
+    assert not race.find_raced(halves), "a first look"
     monkeypatch.setattr(sys, "argv", given)
     race.main()
     kept = json.loads((tmp_path / race.RESULTS).read_text())
@@ -92,7 +98,7 @@ def test_a_run_is_judged_by_student_and_as_one_model_goes_on_and_is_not_made_twi
     assert [*pooled["judged"]] == [race.ONE_MODEL, "student_0", "student_1"]
     assert [*agent["judged"]] == [race.ONE_MODEL]
     assert pooled["rows"] == agent["rows"] == plan["rows"]
-    assert [*race.split(kept)] == [*plan["arms"]]
+    assert [*race.find_raced(kept)] == [*plan["arms"]]
     assert pooled["looks"] == {"1": halves["pooled"]["0"]["judged"][race.ONE_MODEL]["judged"]}
     assert "" not in race.list_runs(kept)[1], "half way and at the end"
     assert [row[-1] for row in race.list_runs(halves)[1:]] == ["", ""]
@@ -106,4 +112,8 @@ def test_a_run_is_judged_by_student_and_as_one_model_goes_on_and_is_not_made_twi
     race.main()
     assert (tmp_path / "pooled" / "seed_0" / "metrics.jsonl").stat().st_mtime_ns == made
     assert json.loads((tmp_path / race.RESULTS).read_text()) == kept
-    assert "| as one model |" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "| as one model, % |" in shown
+    assert "\n| `pooled` | 1 | " in shown, "what it has more than the agent"
+    monkeypatch.setattr(race, "FIRST", 1)
+    assert not race.find_raced(kept), "a seed that chose settings"
