@@ -21,6 +21,7 @@ TINY = (ROOT / "recipes" / "tiny" / "README.md").read_text()
 SMOLLM2 = (ROOT / "recipes" / "SmolLM2-135M-Instruct" / "README.md").read_text()
 MEASURED = json.loads((ROOT / "benchmarks" / "figures.json").read_text())
 SCREEN = json.loads((ROOT / "studies" / "tiny" / "screen.json").read_text())
+RACE = json.loads((ROOT / "studies" / "tiny" / "race.json").read_text())
 HEADROOM = json.loads((ROOT / "studies" / "tiny" / "headroom.json").read_text())
 CHILDREN = [json.loads(path.read_text())["result"] for path in sorted(ROOT.glob("studies/tiny/retention/seed_*.json"))]
 PUBLISHED = json.loads((ROOT / "studies" / "smollm2" / "held_out.json").read_text())
@@ -82,6 +83,15 @@ def as_one_model(asked: str) -> Callable[[Run], float]:
     return lambda run: (run["merged"].get("mean of the students") or run["merged"]["student_0"])[asked]
 
 
+def pooled_against_agent() -> list[float]:
+    """What pooled students as one model have more than the race's agent, by seed; seeds 0 and 1 chose settings."""
+    pooled, agent = RACE["pooled"], RACE["agent_104_slow"]
+    both = [seed for seed in pooled if seed in agent and int(seed) >= 5]
+    return [
+        pooled[seed]["judged"]["one model"]["judged"] - agent[seed]["judged"]["one model"]["judged"] for seed in both
+    ]
+
+
 def race(of: Callable[[Run], float], against: str) -> list[float]:
     """What a population is above a single agent, seed by seed."""
     return [of(run) - of(SCREEN[against][seed]) for seed, run in SCREEN["race_4t4s"].items()]
@@ -99,6 +109,7 @@ def find_published(who: str) -> dict:
 POPULATION = find_published("2T+2S, mean of the seeds")
 
 # The figures that each row of README's table has, in their order.
+POOLED = pooled_against_agent()
 ROWS = {
     "What does it cost on a GPU?": [percent(MEASURED["step_at_7b"]["step"], 1)],
     "A sweep in one run?": [
@@ -117,6 +128,8 @@ ROWS = {
         *over(race(held_out, "single_agent_all_rows")).partition(" [")[::2],
         f"{len(SCREEN['race_4t4s'])} seeds",
         *over(race(as_one_model("held_out"), "single_agent_all_rows")).partition(" [")[::2],
+        *over(POOLED).partition(" [")[::2],
+        f"{len(POOLED)} seeds",
     ],
     "A pretrained model?": [
         percent(find_published("cold start")["right"], 1),
