@@ -86,7 +86,7 @@ def as_one_model(asked: str) -> Callable[[Run], float]:
 def pooled_against_agent() -> list[float]:
     """What pooled students as one model have more than the race's agent, by seed; seeds 0 and 1 chose settings."""
     pooled, agent = RACE["pooled"], RACE["agent_104_slow"]
-    both = [seed for seed in pooled if seed in agent and int(seed) >= 5]
+    both = [seed for seed, run in pooled.items() if seed in agent and int(seed) >= 5 and run["rows"] == 62_400]
     return [
         pooled[seed]["judged"]["one model"]["judged"] - agent[seed]["judged"]["one model"]["judged"] for seed in both
     ]
