@@ -7,10 +7,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
-from trl_populora.sandbox import Job, Limits, Sandbox
-from trl_populora.sandbox.values import encode
 from trl_populora.start import make_kinds
-from trl_populora.tasks import make_task
 from trl_populora.tasks.dataset import build_archive, read_held_out, read_tasks
 from trl_populora.trainer import PopuLoRATrainer
 
@@ -111,12 +108,10 @@ def test_seed_tasks_are_run_before_students_are_graded_by_them(
 
 def test_a_given_task_needs_half_of_the_limit_at_most(make_args, random_base, lora, seed_tasks):
     """As a proposed one: its attempts run beside other work, and some would not end in time."""
-    program = "def f(a):\n    n = 0\n    for i in range(2_000_000): n += i & 3\n    return n"
-    with Sandbox(workers=1, limits=Limits(cpu_seconds=60)) as sandbox:
-        seconds = min(v.cpu_seconds for v in sandbox.run([Job(program, (encode((1,)),))] * 3))
-        task = make_task("code_i", program, [(1,)], sandbox=sandbox)
-    rows = Dataset.from_list([each.to_record() for each in (*seed_tasks, task)])
-    with pytest.raises(ValueError, match=r"row 12: the program ends with `timeout` \(.*half of `sandbox_seconds`"):
+    rows = [task.to_record() for task in seed_tasks]
+    rows[1]["program"] = "def f(a):\n    while True: pass"
+    told = r"row 1: the program ends with `timeout` \(used more than 0.25 s of CPU time; .*half of `sandbox_seconds`\)"
+    with pytest.raises(ValueError, match=told):
         PopuLoRATrainer(
-            random_base, args=make_args(sandbox_seconds=1.5 * seconds), train_dataset=rows, peft_config=lora
+            random_base, args=make_args(sandbox_seconds=0.5), train_dataset=Dataset.from_list(rows), peft_config=lora
         )

@@ -990,7 +990,9 @@ def check_outputs(tables: Mapping[str, Sequence[Task]], referee: Referee, player
     for (field, number, task), verdict in zip(mine, verdicts, strict=True):
         where = f"`{field}`, row {number}"
         if verdict.status is not Status.OK:
-            told = " (a task may use half of `sandbox_seconds`)" if verdict.status is Status.TIMEOUT else ""
+            told = ""
+            if verdict.status is Status.TIMEOUT:
+                told = f" ({verdict.reason}; a task may use half of `sandbox_seconds`)"
             flaws.append(f"{where}: the program ends with `{verdict.status.value}`{told}: {task.program!r:.200}.")
             continue
         for given, returned, claimed in zip(task.inputs, verdict.outputs, task.outputs, strict=True):
