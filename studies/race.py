@@ -4,6 +4,7 @@ The race at equal rows: populations against one agent, each arm with as many sam
     python studies/race.py --arms pooled agent_104_slow --seeds 5 6              # an hour a run of one core
     python studies/race.py --arms agent_104 --seeds 0 --rows 31200               # a first look, half as far
     python studies/race.py --table_only                                          # of all runs so far
+    python studies/race.py --table_only --keep                                   # put them into the project
 
 `tiny/race_plan.json` has arms, settings and seeds, each arm's since before its first run. A *row* is a completion that
 is sampled for training: a proposal, valid or not, or an attempt at a proposal, at a filler or at an archived task.
@@ -13,13 +14,18 @@ model, are judged on tasks that no screen has used. Three tables are printed: al
 more than the single agent of the same seed. The last two have only whole runs, of seeds that chose no settings. A run
 with fewer `--rows` is a first look, and goes on when more rows are asked for. The figures of all runs are kept in
 `<output>/race.json`; with that file in a new `<output>`, its runs stand in the tables beside those made there.
+`--keep` adds figures and metrics to `tiny/race.json` and `tiny/race_runs.tar.xz`, and writes the tables of all kept
+runs into `README.md` here and into `docs/results.md`.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import re
 import subprocess
+import tarfile
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -45,8 +51,9 @@ from trl_populora.sandbox import Sandbox
 from trl_populora.tasks import Task
 
 
-PLAN = json.loads((Path(__file__).resolve().parent / "tiny" / "race_plan.json").read_text())
-RESULTS, ONE_MODEL = "race.json", "one model"
+STUDIES = Path(__file__).resolve().parent
+PLAN = json.loads((STUDIES / "tiny" / "race_plan.json").read_text())
+RESULTS, METRICS, ONE_MODEL = "race.json", "race_runs.tar.xz", "one model"
 AGENT, FIRST = "agent_104_slow", 5  # what arms are compared with, on seeds from 5 on: 0 and 1 chose settings
 
 
@@ -154,9 +161,45 @@ def gather(output: Path) -> dict[str, dict[str, dict[str, Any]]]:
         arm, seed = state.parts[-3], state.parts[-2].removeprefix("seed_")
         if arm in PLAN["arms"]:
             kept.setdefault(arm, {})[seed] = measure(state.parent, PLAN["arms"][arm]["merged"])
+    return _write(path, kept)
+
+
+def _write(path: Path, kept: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Writes figures in the order of the plan and of the seeds."""
     kept = {arm: dict(sorted(kept[arm].items(), key=lambda each: int(each[0]))) for arm in PLAN["arms"] if arm in kept}
     path.write_text(json.dumps(kept, indent=1) + "\n")
     return kept
+
+
+def keep(output: Path, found: Mapping[str, Mapping[str, Any]], studies: Path = STUDIES) -> None:
+    """Adds the runs of `output` to the project: their figures (`found`), their metrics, and the pages' tables."""
+    path = studies / "tiny" / RESULTS
+    kept = json.loads(path.read_text())
+    for arm, runs in found.items():
+        kept.setdefault(arm, {}).update(runs)
+    kept = _write(path, kept)
+    with tarfile.open(studies / "tiny" / METRICS) as archive:
+        metrics = {name: archive.extractfile(name).read() for name in archive.getnames()}
+    for state in output.glob("*/seed_*/trainer_state.json"):
+        own = state.with_name("metrics.jsonl")
+        metrics[own.relative_to(output).as_posix()] = own.read_bytes()
+    with tarfile.open(studies / "tiny" / METRICS, "w:xz") as archive:
+        for name, text in sorted(metrics.items()):
+            entry = tarfile.TarInfo(name)
+            entry.size = len(text)
+            archive.addfile(entry, io.BytesIO(text))
+    raced = find_raced(kept)
+    for page, table in (
+        (studies / "README.md", list_runs(kept)),
+        (studies.parent / "docs" / "results.md", describe(raced)),
+        (studies.parent / "docs" / "results.md", compare(raced)),
+    ):
+        head = re.escape(markdown(table[:1]).splitlines()[0].partition("`")[0])  # up to the names of arms
+        written, count = re.subn(
+            rf"^{head}.*\n(\|.*\n)+", lambda _, t=table: markdown(t) + "\n", page.read_text(), flags=re.M
+        )
+        assert count == 1, (page, head)
+        page.write_text(written)
 
 
 def find_raced(kept: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Mapping[str, Any]]]:
@@ -218,6 +261,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=PLAN["rows"], help="of each run, default: %(default)s")
     parser.add_argument("--output", type=Path, default=Path("runs/race"))
     parser.add_argument("--table_only", action="store_true", help="train nothing")
+    parser.add_argument("--keep", action="store_true", help="put figures, metrics and tables into the project")
     options, settings = parser.parse_known_args()
     if options.rows < (most := max(PLAN["arms"][arm]["rows_a_step"] for arm in options.arms)):
         parser.error(f"--rows {options.rows} is less than a step of {most} rows")
@@ -240,6 +284,8 @@ def main() -> None:
     raced = find_raced(kept)
     print(markdown(describe(raced)))
     print(markdown(compare(raced)))
+    if options.keep:
+        keep(options.output, kept)
 
 
 if __name__ == "__main__":

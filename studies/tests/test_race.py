@@ -54,6 +54,37 @@ def test_the_page_tells_the_runs_so_far():
     assert f"{100 * (small - large):.1f} points more of the race's tasks" in re.sub(r"\s+", " ", compared)
 
 
+def test_runs_that_are_kept_join_figures_metrics_and_tables(tmp_path):
+    project, output = tmp_path / "project" / "studies", tmp_path / "runs"
+    (project / "tiny").mkdir(parents=True)
+    (project.parent / "docs").mkdir()
+    for name in ("tiny/race.json", "tiny/race_runs.tar.xz", "README.md", "../docs/results.md"):
+        (project / name).write_bytes((race.STUDIES / name).read_bytes())
+    before = json.loads((project / "tiny" / race.RESULTS).read_text())
+    run = output / race.AGENT / "seed_14"
+    run.mkdir(parents=True)
+    (run / "trainer_state.json").write_text("{}")
+    (run / "metrics.jsonl").write_text('{"step": 600}\n')
+    added = {race.AGENT: {"14": {**before[race.AGENT]["5"], "steps": 1}}}
+    race.keep(output, added, project)
+    kept = json.loads((project / "tiny" / race.RESULTS).read_text())
+    assert kept == {**before, race.AGENT: before[race.AGENT] | added[race.AGENT]}
+    assert [*kept[race.AGENT]][-1] == "14"
+    with (
+        tarfile.open(race.STUDIES / "tiny" / race.METRICS) as old,
+        tarfile.open(project / "tiny" / race.METRICS) as new,
+    ):
+        assert {*new.getnames()} - {*old.getnames()} == {f"{race.AGENT}/seed_14/metrics.jsonl"}
+        assert all(new.extractfile(name).read() == old.extractfile(name).read() for name in old.getnames())
+        assert new.extractfile(f"{race.AGENT}/seed_14/metrics.jsonl").read() == b'{"step": 600}\n'
+    raced, page = race.find_raced(kept), (project.parent / "docs" / "results.md").read_text()
+    assert "14" in race.describe(raced)[1][1 + [*raced].index(race.AGENT)]
+    assert all(markdown(table) in page for table in (race.describe(raced), race.compare(raced)))
+    assert markdown(race.list_runs(kept)) in (project / "README.md").read_text()
+    races = (race.STUDIES.parent / "docs" / "results.md").read_text().split("\n| ")
+    assert len(page.split("\n| ")) == len(races), "rows of other tables stay"
+
+
 def test_the_run_that_fell_apart_is_told_as_it_was():
     folder = Path(race.__file__).parent
     with tarfile.open(folder / "tiny" / "race_runs.tar.xz") as kept:
