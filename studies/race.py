@@ -239,7 +239,7 @@ def describe(raced: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[list[
 def compare(raced: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[list[str]]:
     """A row per arm: what it has more than the single agent of the same seed, in points, with a t interval."""
     rows = [["arm", "seeds compared", *(name.removesuffix(", %") for name in COMPARED)]]
-    for arm in raced:
+    for arm in raced if AGENT in raced else []:
         found = [differences(raced, FIGURES[name], arm, AGENT) for name in COMPARED]
         if arm != AGENT and found[0]:
             rows.append([f"`{arm}`", str(len(found[0])), *map(_tell, found)])

@@ -85,6 +85,13 @@ def test_runs_that_are_kept_join_figures_metrics_and_tables(tmp_path):
     assert len(page.split("\n| ")) == len(races), "rows of other tables stay"
 
 
+def test_without_a_run_of_the_agent_nothing_is_compared():
+    raced = race.find_raced(json.loads((race.STUDIES / "tiny" / race.RESULTS).read_text()))
+    assert len(race.compare(raced)) > 1
+    del raced[race.AGENT]
+    assert len(race.compare(raced)) == 1
+
+
 def test_the_run_that_fell_apart_is_told_as_it_was():
     folder = Path(race.__file__).parent
     with tarfile.open(folder / "tiny" / "race_runs.tar.xz") as kept:
