@@ -61,24 +61,24 @@ def test_runs_that_are_kept_join_figures_metrics_and_tables(tmp_path):
     for name in ("tiny/race.json", "tiny/race_runs.tar.xz", "README.md", "../docs/results.md"):
         (project / name).write_bytes((race.STUDIES / name).read_bytes())
     before = json.loads((project / "tiny" / race.RESULTS).read_text())
-    run = output / race.AGENT / "seed_14"
+    run = output / race.AGENT / "seed_99"
     run.mkdir(parents=True)
     (run / "trainer_state.json").write_text("{}")
     (run / "metrics.jsonl").write_text('{"step": 600}\n')
-    added = {race.AGENT: {"14": {**before[race.AGENT]["5"], "steps": 1}}}
+    added = {race.AGENT: {"99": {**before[race.AGENT]["5"], "steps": 1}}}
     race.keep(output, added, project)
     kept = json.loads((project / "tiny" / race.RESULTS).read_text())
     assert kept == {**before, race.AGENT: before[race.AGENT] | added[race.AGENT]}
-    assert [*kept[race.AGENT]][-1] == "14"
+    assert [*kept[race.AGENT]][-1] == "99"
     with (
         tarfile.open(race.STUDIES / "tiny" / race.METRICS) as old,
         tarfile.open(project / "tiny" / race.METRICS) as new,
     ):
-        assert {*new.getnames()} - {*old.getnames()} == {f"{race.AGENT}/seed_14/metrics.jsonl"}
+        assert {*new.getnames()} - {*old.getnames()} == {f"{race.AGENT}/seed_99/metrics.jsonl"}
         assert all(new.extractfile(name).read() == old.extractfile(name).read() for name in old.getnames())
-        assert new.extractfile(f"{race.AGENT}/seed_14/metrics.jsonl").read() == b'{"step": 600}\n'
+        assert new.extractfile(f"{race.AGENT}/seed_99/metrics.jsonl").read() == b'{"step": 600}\n'
     raced, page = race.find_raced(kept), (project.parent / "docs" / "results.md").read_text()
-    assert "14" in race.describe(raced)[1][1 + [*raced].index(race.AGENT)]
+    assert "99" in race.describe(raced)[1][1 + [*raced].index(race.AGENT)]
     assert all(markdown(table) in page for table in (race.describe(raced), race.compare(raced)))
     assert markdown(race.list_runs(kept)) in (project / "README.md").read_text()
     races = (race.STUDIES.parent / "docs" / "results.md").read_text().split("\n| ")
