@@ -28,6 +28,7 @@ import json
 import os
 import random
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -405,7 +406,27 @@ GROUPS = {
 
 
 def evaluate(base: str, output: str) -> dict:
-    return held_out_worker.ranks(base, output)
+    """An evaluation of a run whose directories rank 0 makes slowly. Rank 1, if it removes one, does so in between."""
+    make, remove = os.mkdir, os.rmdir
+
+    def make_slowly(path, *given) -> None:
+        make(path, *given)
+        time.sleep(0.5)
+
+    def remove_once_there(path, *given) -> None:
+        deadline = time.monotonic() + 5
+        while Path(path).parent.exists() and not Path(path).exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        remove(path, *given)
+
+    if os.environ["RANK"] == "0":
+        os.mkdir = make_slowly  # `os.makedirs` looks it up
+    else:
+        os.rmdir = remove_once_there
+    try:
+        return held_out_worker.ranks(base, f"{output}/run")
+    finally:
+        os.mkdir, os.rmdir = make, remove
 
 
 def go_through_mends(base: str, output: str) -> dict:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,20 +55,6 @@ def write_whole(path: str | Path) -> Iterator[Path]:
     unfinished = path.with_name(f"{path.name}.tmp")  # readers pass over names that end in `.tmp`
     yield unfinished
     unfinished.replace(path)
-
-
-@contextmanager
-def remove_empty_directories(path: str | Path) -> Iterator[None]:
-    """When the block ends, removes `path` and its parents, as far as the block has made them and left them empty."""
-    whole = Path(path).absolute()
-    absent = [part for part in (whole, *whole.parents) if not part.exists()]
-    try:
-        yield
-    finally:
-        # `rmdir` refuses a directory that holds something. The deepest directory comes first.
-        for part in absent:
-            with suppress(OSError):
-                part.rmdir()
 
 
 def write_json(path: str | Path, value: Any, indent: int | None = 2) -> None:

@@ -36,7 +36,6 @@ from trl.trainer.utils import RepeatSampler
 from trl_populora import start
 from trl_populora.config import PopuLoRAConfig
 from trl_populora.evaluate.held_out import HeldOut, list_given_tables
-from trl_populora.files import remove_empty_directories
 from trl_populora.generate import transformers as decoding
 from trl_populora.generate.player import (
     find_end_tokens,
@@ -245,8 +244,7 @@ class PopuLoRATrainer(HubTrainer):
         # here the frozen base is the reference. With `model_init_kwargs` it would warn that they are ignored. With
         # `use_vllm` it would start an engine without adapters.
         hidden = start.replace_attributes(args, beta=0.0, model_init_kwargs=None, use_vllm=False)
-        completions = Path(args.output_dir, "completions" if args.log_completions else "")  # TRL's folder
-        with hidden, remove_empty_directories(completions):  # folders that TRL makes and leaves empty go again
+        with hidden, directory.remove_folders_left_empty(args):
             super().__init__(model=members, args=args, processing_class=tokenizer, callbacks=callbacks, **vars(inputs))
         start.check_reward_names(self.reward_func_names)
         self._choose_generation(base)
@@ -282,7 +280,7 @@ class PopuLoRATrainer(HubTrainer):
                 context = self.vllm_generation.find_context_length() if self.use_vllm else trained_context(base)
                 self._fit_into_context(self.game, parts.references, context)
             failed.pop_all()
-        completions.mkdir(parents=True, exist_ok=True)
+        directory.make_folders(args)
 
     def _make_game(self, parts: start.GameParts, referee: Referee) -> Game:
         self.args.shots = referee.shots  # for `population.json`

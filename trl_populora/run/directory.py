@@ -22,13 +22,15 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from transformers import TrainingArguments
+from trl import GRPOConfig
 
 from trl_populora.files import write_whole
 from trl_populora.run import nodes
@@ -53,6 +55,35 @@ TABLES = ["rollouts/step_*.parquet", COMPLETIONS]
 LEFT_BY_A_RUN = [*LEFT_BY_TRAINING, METRICS, TIMES, POPULATION_FILE, COMPLETIONS, "tokenizer*", "chat_template*"]
 LEFT_BY_A_RUN += ["special_tokens_map.json", "added_tokens.json", "vocab*", "merges*"]
 LEFT_BY_A_RUN += ["README.md", "run.png", "report.html", "plots", "evaluation.*", "_evaluation"]
+
+
+def _name_folder(args: GRPOConfig) -> Path:
+    """TRL's folder for tables of completions if the run logs them, otherwise `output_dir`."""
+    return Path(args.output_dir, "completions" if args.log_completions else "").absolute()
+
+
+@contextmanager
+def remove_folders_left_empty(args: GRPOConfig) -> Iterator[None]:
+    """
+    When the block ends, removes `output_dir`, its parents and TRL's folder for completions, as far as the block has
+    made them and left them empty. Only a process that saves does so, as only such a process makes them: another could
+    remove a folder before the next one is made in it.
+    """
+    whole = _name_folder(args)
+    absent = [part for part in (whole, *whole.parents) if args.should_save and not part.exists()]
+    try:
+        yield
+    finally:
+        # `rmdir` refuses a directory that holds something. The deepest directory comes first.
+        for part in absent:
+            with suppress(OSError):
+                part.rmdir()
+
+
+def make_folders(args: GRPOConfig) -> None:
+    """Makes `output_dir`, and TRL's folder for completions if the run logs them, in a process that saves."""
+    if args.should_save:
+        _name_folder(args).mkdir(parents=True, exist_ok=True)
 
 
 class RunDirectory:
