@@ -66,8 +66,8 @@ def _name_folder(args: GRPOConfig) -> Path:
 def remove_folders_left_empty(args: GRPOConfig) -> Iterator[None]:
     """
     When the block ends, removes `output_dir`, its parents and TRL's folder for completions, as far as the block has
-    made them and left them empty. In a process that does not save, nothing is removed: such a process makes no folders,
-    and could remove a parent that rank 0 has just made, before rank 0 makes the folder in it.
+    made them and left them empty. A process that does not save removes nothing: it makes no folders, and could remove
+    a parent that rank 0 has just made, before rank 0 makes the folder in it.
     """
     whole = _name_folder(args)
     absent = [part for part in (whole, *whole.parents) if args.should_save and not part.exists()]
