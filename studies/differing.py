@@ -1,8 +1,7 @@
 """
 Members that differ, and an outer step: what `screen.py` adds to pooled students, one screen each.
 
-    python studies/screen.py --candidates pooled_5_rates pooled_5_temperatures pooled_5_shares pooled_5_outer \
-        --seeds 0 1 --steps 75
+    python studies/screen.py --candidates pooled_5_rates pooled_5_shares pooled_5_outer --seeds 0 1 --steps 75
 
 `CHANGES` holds by candidate what is done to its trainer before it trains. No option of the package does these things:
 they become options if their screen gains.
@@ -11,7 +10,7 @@ they become options if their screen gains.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from zlib import crc32
@@ -22,7 +21,6 @@ from torch import Tensor
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
-from trl_populora.population.members import Population
 from trl_populora.population.pooling import PoolingCallback
 from trl_populora.tasks import load_seed_tasks
 from trl_populora.tasks.features import read_features
@@ -30,24 +28,14 @@ from trl_populora.trainer import PopuLoRATrainer
 
 
 RATES = (0.5, 1.0, 1.0, 2.0)  # times the learning rate
-TEMPERATURES = (0.7, 1.0, 1.0, 1.3)
 TEACHERS = 4
 OUTER_RATE, MOMENTUM = 0.7, 0.9  # DiLoCo's own (arXiv 2311.08105)
 
 
 def give_rates(trainer: PopuLoRATrainer) -> None:
     """Gives each student a learning rate of its own."""
-    give(trainer.population, "learning_rate", [trainer.args.learning_rate * factor for factor in RATES])
-
-
-def give_temperatures(trainer: PopuLoRATrainer) -> None:
-    """Lets each student sample at a temperature of its own, and learn what it has sampled at this temperature."""
-    give(trainer.population, "temperature", TEMPERATURES)
-
-
-def give(population: Population, option: str, values: Sequence[float]) -> None:
-    for student, value in zip(population.students, values, strict=True):
-        student.settings[option] = value
+    for student, factor in zip(trainer.population.students, RATES, strict=True):
+        student.settings["learning_rate"] = trainer.args.learning_rate * factor
 
 
 @lru_cache
@@ -126,6 +114,5 @@ def step_outside(trainer: PopuLoRATrainer) -> None:
 
 CHANGES: Mapping[str, Change] = {
     "pooled_5_rates": give_rates,
-    "pooled_5_temperatures": give_temperatures,
     "pooled_5_outer": step_outside,
 }

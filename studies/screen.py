@@ -89,11 +89,11 @@ CANDIDATES: dict[str, dict[str, str]] = {
     },
 }
 # Beside pooling: students that differ in rate or temperature, teachers that are paid for features of their own, and
-# an outer step with momentum. `CHANGES` says what no option does.
+# an outer step with momentum. `CHANGES` says what no option does. A list has its values as they are typed.
 FAST = CANDIDATES["pooled_5_fast"]
 CANDIDATES |= {
     "pooled_5_rates": FAST,
-    "pooled_5_temperatures": FAST,
+    "pooled_5_temperatures": {**FAST, "temperature": "1 1 1 1 0.7 1 1 1.3"},  # teachers first
     "pooled_5_shares": {**FAST, "reward_funcs": "differing:keep_to_own"},
     "pooled_5_outer": CANDIDATES["pooled_5"],
 }
@@ -142,7 +142,9 @@ def options_of(settings: Mapping[str, str], output: Path, steps: int, model: Pat
         path.write_text("".join(json.dumps(task.to_record()) + "\n" for task in held_out_tasks()))
     given = {"task_kinds": KIND, "eval_tasks": str(path), "eval_steps": "25", "max_steps": str(steps)}
     given |= {"model_name_or_path": str(model)}
-    return [word for name, value in (given | dict(settings)).items() for word in (f"--{name}", value)]
+    words = {name: [value] for name, value in given.items()}
+    words |= {name: value.split() for name, value in settings.items()}
+    return [word for name, values in words.items() for word in (f"--{name}", *values)]
 
 
 def probe_tasks() -> list[Task]:

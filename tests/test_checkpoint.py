@@ -68,6 +68,10 @@ class TestExactResume:
                 marks=pytest.mark.slow,
             ),
             pytest.param({"pool_every": 7, "evolve_every": 5, "max_steps": 11}, id="students that are pooled"),
+            pytest.param(
+                {"temperature": [1.0, 0.5, 0.7, 2.0], "evolve_every": 4, "max_steps": 9},
+                id="temperatures that are inherited",
+            ),
         ],
     )
     def test_a_cut_run_equals_a_straight_one(self, base, tmp_path, settings):
@@ -481,6 +485,7 @@ class TestOtherSettings:
             ({"adam_beta1": 0.5, "weight_decay": 0.1}, "`weight_decay` was 0.0, is 0.1; `adam_beta1` was 0.9, is 0.5"),
             ({"model_init_kwargs": {"revision": "v1"}}, "`base_revision` was 'main', is 'v1'"),
             ({"optim": "sgd"}, "`optim` was 'adamw_torch.*', is 'sgd'"),
+            ({"temperature": [1.0, 1.0, 0.7, 1.3]}, r"`temperature` was 1.0, is \[1.0, 1.0, 0.7, 1.3\]"),
         ],
     )
     def test_what_would_be_taken_by_halves_is_refused(self, base, saved, tmp_path, settings, complaint):

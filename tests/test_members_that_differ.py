@@ -5,22 +5,27 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections import defaultdict
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer, TrlParser
 
+from tests.populora_run import HELD_OUT, letters
 from tests.prompt_runs import QUESTIONS, SETTINGS, Judge, brief, population_trainer, stock_run, train_and_watch
-from tests.small_run import small_lora
+from tests.small_run import small_lora, small_trainer
 from trl_populora import PopuLoRAConfig, PopuLoRATrainer
 from trl_populora.cli import TrainArguments
 from trl_populora.config import MemberConfig, list_member_loras, settle_for_prompts
+from trl_populora.evaluate.cross_play import assemble
 from trl_populora.generate.player import seed_samples
 from trl_populora.generate.transformers import _divide_by_row
 from trl_populora.hub.export import export_member
 from trl_populora.lora.members import member_parameters, member_ranks, read_member, save_member
+from trl_populora.report.table import list_members
 from trl_populora.run.read import read_lines
 from trl_populora.start import list_lora_configs
 
@@ -363,6 +368,10 @@ def test_a_bad_list_is_told_without_what_the_game_says_of_it():
     assert told.value.__suppress_context__
 
 
+def game(**options) -> PopuLoRAConfig:
+    return PopuLoRAConfig("unused", use_cpu=True, bf16=False, proposals_per_teacher=16, **options).for_game()
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -370,9 +379,39 @@ def test_a_bad_list_is_told_without_what_the_game_says_of_it():
         ({"hyperparameter_noise": 0.1}, "`hyperparameter_noise=0.1` needs a `train_dataset`"),
     ],
 )
-def test_the_game_has_one_value_for_all(options, said):
+def test_the_game_has_one_value_for_all_of_most_options(options, said):
     with pytest.raises(ValueError, match=said):
-        PopuLoRAConfig("unused", use_cpu=True, bf16=False, **options).for_game()
+        game(**options)
+
+
+def test_the_game_takes_a_list_of_temperatures_with_teachers_first():
+    args = game(teachers=1, students=2, temperature=[1.0, 0.7, 1.3])
+    assert (args.temperature, args.member_values) == (1.0, {"temperature": [1.0, 0.7, 1.3]})
+    assert args.to_dict()["temperature"] == [1.0, 0.7, 1.3]
+    assert game(teachers=2, temperature=["1", "8e-1", 0.7, 0.7, 1.3]).students == 3, "as many as the list has for them"
+    assert game(teachers=0, students=2, temperature=(0.7, 1.3)).member_values == {"temperature": [0.7, 1.3]}
+    assert game(temperature=[0.7] * 8, students=4).member_values == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"teachers": 4},
+            r"`temperature=.*` lists 3 value\(s\) for 4 teacher\(s\) and 4 student\(s\). List one for each,",
+        ),
+        ({}, r"lists 3 value\(s\) for 4 teacher\(s\) and 3 student\(s\)"),
+        ({"teachers": 3}, r"lists 3 value\(s\) for 3 teacher\(s\) and 4 student\(s\)"),
+        ({"teachers": "two"}, r"for two teacher\(s\) and 3 student\(s\)|`teachers` must be a whole number, got 'two'"),
+        ({"single_agent": True}, "lists a value for each member, and the `single_agent` has one adapter for both"),
+        ({"teachers": 1, "temperature": [1.0, 0.0]}, "`temperature` must be above 0, got 0.0"),
+        ({"teachers": 1, "temperature": [1.0, "hot"]}, "`temperature` must be a finite number, got 'hot'"),
+        ({"teachers": 1, "temperature": []}, r"lists 0 value\(s\) for 1 teacher\(s\) and 4 student\(s\)"),
+    ],
+)
+def test_a_list_of_temperatures_that_does_not_fit_a_game_is_refused(options, said):
+    with pytest.raises(ValueError, match=said):
+        game(**({"temperature": [1.0, 0.7, 1.3]} | options))
 
 
 @pytest.mark.parametrize(
@@ -454,3 +493,66 @@ def test_a_members_seed_changes_samples_and_not_the_first_adapters(random_base, 
         starts += [read_member(trainer.model, name) for name in trainer.population.names]
     for start in starts[1:]:
         assert all(torch.equal(start[key], value) for key, value in starts[0].items())
+
+
+class TestGame:
+    """2T+2S: one student always gives the likeliest answer, the other hardly ever. Children have inherited."""
+
+    TEMPERATURES = (1.0, 1.0, 1e-5, 1.0)
+
+    @pytest.fixture(scope="class")
+    def run(self, random_base, tmp_path_factory):
+        output_dir = tmp_path_factory.mktemp("game")
+        trainer = small_trainer(
+            random_base,
+            HELD_OUT,
+            letters,
+            output_dir=str(output_dir),
+            task_kinds=["tests.populora_run:Letters"],
+            attempts_per_task=4,
+            per_device_train_batch_size=8,
+            max_completion_length=8,
+            sandbox_allow_weak=True,
+            temperature=list(self.TEMPERATURES),
+            evolve_every=3,
+            evolve_burn_in=0,
+            max_steps=4,
+            seed=2,
+        )
+        trainer.train()
+        trainer.save_model()
+        return trainer, output_dir
+
+    def test_each_student_samples_at_its_temperature(self, run):
+        rows = [
+            row for path in sorted(run[1].glob("rollouts/*.parquet"))[:3] for row in pq.read_table(path).to_pylist()
+        ]
+        answers = defaultdict(set)
+        for row in rows:
+            if row["role"] == "student":
+                answers[row["member"], row["step"], row["prompt"]].add(row["completion"])
+        assert {len(each) for (member, *_), each in answers.items() if member == "student_0"} == {1}
+        assert min(len(each) for (member, *_), each in answers.items() if member == "student_1") > 1
+
+    def test_a_child_has_the_temperature_of_its_parent(self, run):
+        trainer, output_dir = run
+        began = dict(zip(trainer.population.names, self.TEMPERATURES, strict=True))
+        events = read_lines(output_dir / "lineage.jsonl")
+        born = {each["child"].split("@")[0]: each for each in events if each["child"]}
+        assert {name[:7] for name in born} == {"teacher", "student"}
+        for name, event in born.items():
+            parent = event["parents"][0]["member"].split("@")[0]
+            assert event["settings"] == {"temperature": began[parent]} == trainer.population[name].settings
+
+    def test_records_have_each_members_temperature(self, run):
+        trainer, output_dir = run
+        saved = json.loads((output_dir / "population.json").read_text())
+        assert saved["settings"]["temperature"] == list(self.TEMPERATURES)
+        assert {each["name"]: each["settings"] for each in saved["members"]} == {
+            member.name: member.settings for member in trainer.population
+        }
+        assert ("temperature" in list_members(saved).header) == (len({*trainer._temperatures}) > 1)
+
+    def test_in_cross_play_all_sample_at_the_first_members(self, run):
+        with assemble([str(run[1])], task_kinds=["code_o"]) as contest:
+            assert contest.args.temperature == 1.0

@@ -145,11 +145,29 @@ def test_a_member_whose_loss_is_nan_leaves_the_others_to_train_as_if_alone(rando
 def test_a_pull_on_teachers_alone_is_solo_training_with_it_and_students_are_trained_without(
     random_base, start, tmp_path, lora
 ):
-    names, options = ["teacher_1", "student_1"], OPTIONS | {"loss_type": "dapo"}
-    members, steps = joint_run(random_base, tmp_path / "joint", lora, names, **options, teacher_beta=0.3)
-    for name in names:
-        beta = 0.3 if name == "teacher_1" else 0.0
-        factors, gradients, _ = solo_run(random_base, start / name, name, tmp_path / name, **options, beta=beta)
+    options = OPTIONS | {"loss_type": "dapo"}
+    alone = {"teacher_1": {"beta": 0.3}, "student_1": {"beta": 0.0}}
+    joint = joint_run(random_base, tmp_path / "joint", lora, [*alone], **options, teacher_beta=0.3)
+    compare_with_runs_alone(joint, random_base, start, tmp_path, options, alone)
+
+
+@pytest.mark.parametrize("num_iterations", [1, 2])
+def test_a_member_with_a_temperature_of_its_own_is_trained_as_alone_at_this_temperature(
+    random_base, start, tmp_path, lora, num_iterations
+):
+    options = OPTIONS | {"loss_type": "dapo", "num_iterations": num_iterations}
+    temperatures = [1.0, 1.0, 0.8, 1.0, 0.7, 1.0, 1.0, 1.3]  # teachers first
+    chosen = {"teacher_2": 2, "teacher_3": 3, "student_0": 4, "student_3": 7}  # with their places in the list
+    alone = {name: {"temperature": temperatures[place]} for name, place in chosen.items()}
+    joint = joint_run(random_base, tmp_path / "joint", lora, [*alone], **options, temperature=temperatures)
+    compare_with_runs_alone(joint, random_base, start, tmp_path, options, alone)
+
+
+def compare_with_runs_alone(joint, base: str, start, tmp_path, options: dict, alone: dict[str, dict]) -> None:
+    """Compares what `joint_run` returned with stock TRL's runs of the members in `alone`, with their own options."""
+    members, steps = joint
+    for name, own in alone.items():
+        factors, gradients, _ = solo_run(base, start / name, name, tmp_path / name, **options, **own)
         for key, expected in factors.items():
             assert (members[name][key] - expected).norm() / expected.norm() < 1e-5, f"{name} {key}"
         for tolerance, seen, reference in zip([1e-5, 1e-4, 1e-4], steps, gradients, strict=True):

@@ -86,8 +86,10 @@ GAME_DEFAULTS = {
 }
 PROMPT_DEFAULTS = {"router_aux_loss_coef": 0.0, "teachers": 0, "evolve_every": 0}
 MEMBER_PROMPTS = ("shared", "own")
-# TRL's options that a dataset run may give as a list with one value for each member.
+# TRL's options that a dataset run may give as a list with one value for each member, and those of them that the game
+# may give so, too.
 MEMBER_OPTIONS = ("learning_rate", "beta", "epsilon", "temperature", "seed")
+GAME_MEMBER_OPTIONS = ("temperature",)
 # Options of dataset runs alone, with their defaults. The game refuses any other value.
 PROMPT_OPTIONS = {"member_prompts": "shared", "max_members": None, "halve_every": 0, "hyperparameter_noise": 0.0}
 
@@ -122,7 +124,9 @@ def _as_python(value: Any) -> Any:
 def _member_option(name: str) -> Any:
     """Makes TRL's field of this name, which may also be a list with one value for each member."""
     inherited = GRPOConfig.__dataclass_fields__[name]
-    text = f"{inherited.metadata.get('help', '')} In a dataset run it may be a list, with one value for each member."
+    where = "It" if name in GAME_MEMBER_OPTIONS else "In a dataset run it"
+    order = ", teachers first" if name in GAME_MEMBER_OPTIONS else ""
+    text = f"{inherited.metadata.get('help', '')} {where} may be a list, with one value for each member{order}."
     return field(default=inherited.default, metadata={"help": text, **_SEVERAL})
 
 
@@ -155,7 +159,7 @@ class PopuLoRAConfig(GRPOConfig):
 
     Args:
         teachers, students: Number of adapters of each role. When `teachers` is `None`, 4 in the game (paper) and none
-            in a dataset run. When `students` is `None`, 4, or in a dataset run as many as an option lists values. With
+            in a dataset run. When `students` is `None`, 4, or as many as an option lists values for students. With
             `teachers=0` and a dataset of tasks all students attempt the same `proposals_per_teacher` given tasks in a
             step, and no others (`docs/guides/curriculum.md`).
         member_prompts: Which prompts of a dataset the members train on. `"shared"`: all on the same ones, so that
@@ -441,13 +445,17 @@ class PopuLoRAConfig(GRPOConfig):
             if getattr(self, name) is None:
                 setattr(self, name, value)
         for name in MEMBER_OPTIONS:
-            if isinstance(value := getattr(self, name), (list, tuple)):
-                raise ValueError(
-                    f"`{name}={value!r:.120}` lists a value for each member, which needs a `train_dataset` with a "
-                    "column `prompt`. Give one number."
-                )
+            if not isinstance(value := getattr(self, name), (list, tuple)):
+                continue
+            told = f"`{name}={value!r:.120}` lists a value for each member"
+            if name not in GAME_MEMBER_OPTIONS:
+                raise ValueError(f"{told}, which needs a `train_dataset` with a column `prompt`. Give one number.")
+            if self.single_agent:
+                raise ValueError(f"{told}, and the `single_agent` has one adapter for both roles. Give one number.")
+        lists = self._take_lists()
         # Types and bounds come first: everything below computes with the numbers.
         self._check_numbers()
+        self._check_lists(lists)
         if self.single_agent:
             for name in ("teacher_learning_rate", "teacher_beta"):
                 if getattr(self, name) is not None:
@@ -640,17 +648,22 @@ class PopuLoRAConfig(GRPOConfig):
             )
 
     def _count_students(self, adapters: int | None = None) -> None:
-        """Sets `students` where it is `None`: as many as a list has values, or `adapters`, or 4."""
+        """
+        Sets `students` where it is `None`: as many as a list has values, less the teachers that were asked for; or
+        `adapters`; or 4.
+        """
         if self.students is None:
             lists = [value for name in MEMBER_OPTIONS if isinstance(value := getattr(self, name), (list, tuple))]
-            self.students = next(filter(None, map(len, lists)), adapters or min(4, self.max_members or 4))
+            asked = self.teachers if isinstance(self.teachers, int) else 0
+            counts = [len(values) - asked for values in lists if len(values) > asked]
+            self.students = next(iter(counts), adapters or min(4, self.max_members or 4))
 
     def _take_lists(self) -> dict[str, list[Any]]:
         """Returns the options given as lists, and sets each of them to the first value of its list."""
         lists = {}
         for name in MEMBER_OPTIONS:
             if isinstance(value := getattr(self, name), (list, tuple)):
-                lists[name] = read_list(name, value, self.students)
+                lists[name] = read_list(name, value, self.teachers, self.students)
                 setattr(self, name, lists[name][0])
         return lists
 

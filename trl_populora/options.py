@@ -184,23 +184,27 @@ class OneOrMore(argparse.Action):
         setattr(namespace, self.dest, values[0] if len(values) == 1 else values)
 
 
-def read_list(name: str, values: Sequence[Any], members: int) -> list[Any]:
+def read_list(name: str, values: Sequence[Any], teachers: Any, students: Any) -> list[Any]:
     """
-    Reads the list of an option's values, one for each member. A text that looks like a number becomes a number,
-    because YAML reads `1e-6`, which has no point, as a text.
+    Reads the list of an option's values, one for each member, teachers first. A text that looks like a number becomes
+    a number, because YAML reads `1e-6`, which has no point, as a text.
 
     Args:
         name: The option.
         values: As the user has given them.
-        members: Number of members.
+        teachers, students: Numbers of members, as the user has given them.
 
     Raises:
         `ValueError`: If the list has another length.
     """
-    if len(values) != members:
+    counts = [count for count in (teachers, students) if isinstance(count, int)]  # a text is refused below
+    if len(values) != sum(counts):
+        members, each = f"{students} member(s)", f"one for each (`students={len(values)}` makes as many members)"
+        if teachers:
+            members, each = f"{teachers} teacher(s) and {students} student(s)", "one for each, teachers first"
         raise ValueError(
-            f"`{name}={list(values)!r:.120}` lists {len(values)} value(s) for {members} member(s). List one for each "
-            f"(`students={len(values)}` makes as many members), or give one value for all."
+            f"`{name}={list(values)!r:.120}` lists {len(values)} value(s) for {members}. List {each}, or give one "
+            "value for all."
         )
     return [_read_number(value) if isinstance(value, str) else value for value in values]
 

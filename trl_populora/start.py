@@ -436,15 +436,17 @@ def list_lora_configs(
     return list(given)
 
 
-def give_settings(population: Population, args: PopuLoRAConfig, configs: Sequence[LoraConfig]) -> None:
+def give_settings(population: Population, args: PopuLoRAConfig, configs: Sequence[LoraConfig], prompts: bool) -> None:
     """
-    Fills in the `settings` of each member of a dataset run: its learning rate, which evolution may vary, and its value
-    of every option in which members differ. Rank and alpha are such options if they differ between the `configs`.
+    Fills in the `settings` of each member: its value of every option in which members differ and, in a dataset run
+    (`prompts`), its learning rate, which evolution may vary. Rank and alpha are such options if they differ between
+    the `configs`.
     """
     if len({(each.r, each.lora_alpha) for each in configs}) > 1:
         args.member_values["lora_r"] = [each.r for each in configs]
         args.member_values["lora_alpha"] = [each.lora_alpha for each in configs]
-    values = {"learning_rate": [args.learning_rate] * len(population)} | args.member_values
+    rates = {"learning_rate": [args.learning_rate] * len(population)} if prompts else {}
+    values = rates | args.member_values
     for member in population:
         member.settings = {name: each[member.index] for name, each in values.items()}
 

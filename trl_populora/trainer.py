@@ -229,8 +229,7 @@ class PopuLoRATrainer(HubTrainer):
         base = start.load_base(model, args, quantization_config)
         tokenizer = start.load_tokenizer(base, processing_class, args, converses=self._converses)
         self.population = Population(args.teachers, args.students, args.single_agent, args.seats)
-        if parts is None:
-            start.give_settings(self.population, args, lora_configs)
+        start.give_settings(self.population, args, lora_configs, prompts=parts is None)
         # `Trainer.__init__` makes the Hub repository, and needs `uploads` to explain the Hub's errors.
         self.router, self.uploads = Router(), push.Uploads(args)
         in_fp32 = not start.is_zero3(args)

@@ -8,10 +8,8 @@ from differing import (
     MOMENTUM,
     OUTER_RATE,
     RATES,
-    TEMPERATURES,
     deal_features,
     give_rates,
-    give_temperatures,
     keep_to_own,
     step_outside,
 )
@@ -43,21 +41,6 @@ def test_each_student_learns_at_its_rate(random_base, seed_tasks, tmp_path):
     rates = {group["member"]: group["lr"] for group in trainer.optimizer.param_groups}
     assert [rates[each.name] / trainer.args.learning_rate for each in trainer.population.students] == [*RATES]
     assert rates["teacher_0"] == trainer.args.learning_rate
-
-
-def test_each_student_of_a_game_is_scored_at_its_temperature(random_base, seed_tasks, tmp_path):
-    trainer = make(random_base, seed_tasks, tmp_path, give_temperatures, max_steps=1)
-    score, asked = trainer._score_by_member, []
-
-    def note(model, members):
-        scored = score(model, members)
-        asked.append([trainer._temperatures[member] for member in members.tolist()])
-        assert scored is not model, "its scores are divided"
-        return scored
-
-    trainer._score_by_member = note
-    trainer.train()
-    assert {each for row in asked for each in row} == {*TEMPERATURES}
 
 
 def test_a_teacher_is_paid_for_the_share_of_features_that_is_its_own():

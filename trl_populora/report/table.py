@@ -244,7 +244,7 @@ class Members:
 
 def list_members(population: Mapping[str, Any], members: Iterable[Mapping[str, Any]] | None = None) -> Members:
     """
-    Makes the table of the members. In a dataset run it has the settings in which they differ, and their rewards.
+    Makes the table of the members. It has the settings in which they differ and, in a dataset run, their rewards.
     Members that have left are shown with the figures that they had when they left.
 
     Args:
@@ -257,12 +257,12 @@ def list_members(population: Mapping[str, Any], members: Iterable[Mapping[str, A
     both = [*shown, *gone]
     answers = any("reward" in member for member in shown)
     columns: dict[str, Callable[[Mapping[str, Any]], str]] = {"member": lambda member: member["name"]}
+    # Older records of members that have left have no settings, nor have members of a game that do not differ.
+    settings = [member["settings"] for member in both if member.get("settings")]
+    names = {name: None for own in settings for name in own}  # in the order of the settings
+    for name in (name for name in names if len({str(own.get(name)) for own in settings}) > 1):
+        columns[name] = partial(_format_setting_of, name)
     if answers:
-        # Older records of members that have left have no settings.
-        settings = [member["settings"] for member in both if member.get("settings")]
-        names = {name: None for own in settings for name in own}  # in the order of the settings
-        for name in (name for name in names if len({str(own.get(name)) for own in settings}) > 1):
-            columns[name] = partial(_format_setting_of, name)
         columns["reward"] = lambda member: _format_reward(member.get("reward"))
         if any(member.get("eval_reward") is not None for member in both):
             columns["eval reward"] = lambda member: _format_reward(member.get("eval_reward"))

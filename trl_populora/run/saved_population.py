@@ -188,7 +188,8 @@ def describe(
             "parents": list(member.parents),
             "adapter": f"members/{population.adapter(member.name)}",
             "seat": seat,
-            **({} if scores is None else {"settings": member.settings, **scores.describe(member)}),
+            **({"settings": member.settings} if member.settings else {}),
+            **({} if scores is None else scores.describe(member)),
         }
         for seat, member in population.seats.items()
         if member is not None
