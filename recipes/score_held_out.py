@@ -47,7 +47,7 @@ from trl_populora.hub.warm_start import write_adapter
 from trl_populora.lora.layers import BASE_NAME
 from trl_populora.lora.members import read_member, write_member
 from trl_populora.run.read import read_chat_template, read_population
-from trl_populora.run.saved_population import SAMPLING, Shape, check_one_moment, check_plays
+from trl_populora.run.saved_population import SAMPLING, Shape, check_one_moment, check_plays, read_sampling
 from trl_populora.tasks import Task, choose_kinds, load_seed_tasks, resolve_kind
 from trl_populora.tasks.python.reading import has_thinking
 
@@ -136,7 +136,7 @@ def describe_base(saved: Mapping[str, Any]) -> str:
 
 def describe_asking(run: Path, saved: Mapping[str, Any]) -> str:
     """A digest of how a run's members are asked."""
-    settings = {name: saved["settings"].get(name) for name in ASKED_AS}
+    settings = {name: saved["settings"].get(name) for name in ASKED_AS} | read_sampling(saved["settings"])
     return digest_of(json.dumps([saved["prompt_style"], settings, read_chat_template(run)]).encode())
 
 

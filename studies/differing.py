@@ -3,7 +3,7 @@ Members that differ, and an outer step: what `screen.py` adds to pooled students
 
     python studies/screen.py --candidates pooled_5_rates pooled_5_shares pooled_5_outer --seeds 0 1 --steps 75
 
-`CHANGES` holds by candidate what is done to its trainer before it trains. No option of the package does these things:
+`CHANGES` holds by candidate what is done to its trainer before it trains. No option of the game does these things:
 they become options if their screen gains.
 """
 

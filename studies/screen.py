@@ -89,7 +89,8 @@ CANDIDATES: dict[str, dict[str, str]] = {
     },
 }
 # Beside pooling: students that differ in rate or temperature, teachers that are paid for features of their own, and
-# an outer step with momentum. `CHANGES` says what no option does. A list has its values as they are typed.
+# an outer step with momentum. `CHANGES` says what no option does. A list is written as on a command line: its
+# values, with spaces between them.
 FAST = CANDIDATES["pooled_5_fast"]
 CANDIDATES |= {
     "pooled_5_rates": FAST,

@@ -390,7 +390,8 @@ def test_the_game_takes_a_list_of_temperatures_with_teachers_first():
     assert args.to_dict()["temperature"] == [1.0, 0.7, 1.3]
     assert game(teachers=2, temperature=["1", "8e-1", 0.7, 0.7, 1.3]).students == 3, "as many as the list has for them"
     assert game(teachers=0, students=2, temperature=(0.7, 1.3)).member_values == {"temperature": [0.7, 1.3]}
-    assert game(temperature=[0.7] * 8, students=4).member_values == {}
+    assert game(temperature=[0.7] * 8).member_values == {}
+    assert game(temperature=[1.0] * 5 + [1.3]).students == 2
 
 
 @pytest.mark.parametrize(
@@ -400,9 +401,10 @@ def test_the_game_takes_a_list_of_temperatures_with_teachers_first():
             {"teachers": 4},
             r"`temperature=.*` lists 3 value\(s\) for 4 teacher\(s\) and 4 student\(s\). List one for each,",
         ),
-        ({}, r"lists 3 value\(s\) for 4 teacher\(s\) and 3 student\(s\)"),
+        ({}, r"lists 3 value\(s\) for 4 teacher\(s\) and 4 student\(s\)"),
         ({"teachers": 3}, r"lists 3 value\(s\) for 3 teacher\(s\) and 4 student\(s\)"),
-        ({"teachers": "two"}, r"for two teacher\(s\) and 3 student\(s\)|`teachers` must be a whole number, got 'two'"),
+        ({"teachers": "two"}, "`teachers` must be a whole number, got 'two'"),
+        ({"teachers": 1, "students": "2"}, "`students` must be a whole number, got '2'"),
         ({"single_agent": True}, "lists a value for each member, and the `single_agent` has one adapter for both"),
         ({"teachers": 1, "temperature": [1.0, 0.0]}, "`temperature` must be above 0, got 0.0"),
         ({"teachers": 1, "temperature": [1.0, "hot"]}, "`temperature` must be a finite number, got 'hot'"),
@@ -432,7 +434,7 @@ def test_adapters_that_cannot_be_trained_together_are_refused(lora, options, sai
 
 def test_the_game_has_one_adapter_config():
     args = PopuLoRAConfig("unused", use_cpu=True, bf16=False)
-    with pytest.raises(ValueError, match="is a list of 2 configs, and members differ only on"):
+    with pytest.raises(ValueError, match="is a list of 2 configs, and members differ in rank and alpha only on"):
         list_lora_configs([small_lora()] * 2, args, prompts=False)
 
 
@@ -496,9 +498,9 @@ def test_a_members_seed_changes_samples_and_not_the_first_adapters(random_base, 
 
 
 class TestGame:
-    """2T+2S: one student always gives the likeliest answer, the other hardly ever. Children have inherited."""
+    """2T+2S: one student always gives the likeliest answer, the other hardly ever. Children inherit temperatures."""
 
-    TEMPERATURES = (1.0, 1.0, 1e-5, 1.0)
+    TEMPERATURES = (0.9, 1.1, 1e-5, 1.2)
 
     @pytest.fixture(scope="class")
     def run(self, random_base, tmp_path_factory):
@@ -551,8 +553,9 @@ class TestGame:
         assert {each["name"]: each["settings"] for each in saved["members"]} == {
             member.name: member.settings for member in trainer.population
         }
-        assert ("temperature" in list_members(saved).header) == (len({*trainer._temperatures}) > 1)
+        assert "temperature" in list_members(saved).header
+        assert "temperature" not in list_members({**saved, "members": saved["members"][:1]}).header
 
     def test_in_cross_play_all_sample_at_the_first_members(self, run):
         with assemble([str(run[1])], task_kinds=["code_o"]) as contest:
-            assert contest.args.temperature == 1.0
+            assert contest.args.temperature == 0.9

@@ -86,8 +86,8 @@ GAME_DEFAULTS = {
 }
 PROMPT_DEFAULTS = {"router_aux_loss_coef": 0.0, "teachers": 0, "evolve_every": 0}
 MEMBER_PROMPTS = ("shared", "own")
-# TRL's options that a dataset run may give as a list with one value for each member, and those of them that the game
-# may give so, too.
+# TRL's options that a dataset run may give as a list with one value for each member. `GAME_MEMBER_OPTIONS` are those
+# that may be lists in the game, too.
 MEMBER_OPTIONS = ("learning_rate", "beta", "epsilon", "temperature", "seed")
 GAME_MEMBER_OPTIONS = ("temperature",)
 # Options of dataset runs alone, with their defaults. The game refuses any other value.
@@ -159,9 +159,9 @@ class PopuLoRAConfig(GRPOConfig):
 
     Args:
         teachers, students: Number of adapters of each role. When `teachers` is `None`, 4 in the game (paper) and none
-            in a dataset run. When `students` is `None`, 4, or as many as an option lists values for students. With
-            `teachers=0` and a dataset of tasks all students attempt the same `proposals_per_teacher` given tasks in a
-            step, and no others (`docs/guides/curriculum.md`).
+            in a dataset run. When `students` is `None`, 4; if an option lists values, as many as it lists, less
+            `teachers`. With `teachers=0` and a dataset of tasks all students attempt the same `proposals_per_teacher`
+            given tasks in a step, and no others (`docs/guides/curriculum.md`).
         member_prompts: Which prompts of a dataset the members train on. `"shared"`: all on the same ones, so that
             they can be compared. `"own"`: each on a stream of its own, in an order of its own.
         max_members: Most members that a dataset run may have at a time (`trainer.add_member`). Adapters and metrics
@@ -412,13 +412,12 @@ class PopuLoRAConfig(GRPOConfig):
             if self._list_game_options():
                 raise
             lists = any(isinstance(self._given[name], (list, tuple)) for name in MEMBER_OPTIONS)
-            if lists or any(self._given[name] != value for name, value in PROMPT_OPTIONS.items()):
-                try:
-                    self.for_prompts()
-                except ValueError as wrong:
+            try:
+                self.students = self.for_prompts().students
+            except ValueError as wrong:
+                if lists or any(self._given[name] != value for name, value in PROMPT_OPTIONS.items()):
                     raise wrong from None  # the error of the game would mislead
-            if not self._fits_prompts():
-                raise
+                raise error from None
             self._no_game = error
         # An option that a user sets on the finished config counts as given in `for_prompts`, too, also if its value is
         # the one that the game has by default.
@@ -430,20 +429,12 @@ class PopuLoRAConfig(GRPOConfig):
         if changed is not None and name in self.__dataclass_fields__:
             self.__dict__["_changed"] = changed | {name}
 
-    def _fits_prompts(self) -> bool:
-        """Says whether these settings make a dataset run."""
-        try:
-            self.for_prompts()
-        except ValueError:
-            return False
-        return True
-
     def _settle_for_game(self) -> None:
         """Checks all settings, and derives those that follow from the population."""
-        self._count_students()
         for name, value in GAME_DEFAULTS.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
+        self._count_students()
         for name in MEMBER_OPTIONS:
             if not isinstance(value := getattr(self, name), (list, tuple)):
                 continue
@@ -648,14 +639,11 @@ class PopuLoRAConfig(GRPOConfig):
             )
 
     def _count_students(self, adapters: int | None = None) -> None:
-        """
-        Sets `students` where it is `None`: as many as a list has values, less the teachers that were asked for; or
-        `adapters`; or 4.
-        """
+        """Sets `students` where it is `None`: as many as a list has values, less `teachers`; or `adapters`; or 4."""
         if self.students is None:
             lists = [value for name in MEMBER_OPTIONS if isinstance(value := getattr(self, name), (list, tuple))]
-            asked = self.teachers if isinstance(self.teachers, int) else 0
-            counts = [len(values) - asked for values in lists if len(values) > asked]
+            teachers = self.teachers if isinstance(self.teachers, int) else 0
+            counts = [len(values) - teachers for values in lists if len(values) > teachers]
             self.students = next(iter(counts), adapters or min(4, self.max_members or 4))
 
     def _take_lists(self) -> dict[str, list[Any]]:

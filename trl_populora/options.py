@@ -192,13 +192,13 @@ def read_list(name: str, values: Sequence[Any], teachers: Any, students: Any) ->
     Args:
         name: The option.
         values: As the user has given them.
-        teachers, students: Numbers of members, as the user has given them.
+        teachers, students: Numbers of members. If one is no number, the length is not checked, because
+            [`check_numbers`] will refuse the number.
 
     Raises:
         `ValueError`: If the list has another length.
     """
-    counts = [count for count in (teachers, students) if isinstance(count, int)]  # a text is refused below
-    if len(values) != sum(counts):
+    if isinstance(teachers, int) and isinstance(students, int) and len(values) != teachers + students:
         members, each = f"{students} member(s)", f"one for each (`students={len(values)}` makes as many members)"
         if teachers:
             members, each = f"{teachers} teacher(s) and {students} student(s)", "one for each, teachers first"

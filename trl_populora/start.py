@@ -411,8 +411,8 @@ def list_lora_configs(
     told = f"`peft_config` is a list of {len(given)} configs"
     if not prompts:
         raise ValueError(
-            f"{told}, and members differ only on a `train_dataset` with a column `prompt`. Give one `LoraConfig` for "
-            "all (on a command line, one `lora_r` and one `lora_alpha`)."
+            f"{told}, and members differ in rank and alpha only on a `train_dataset` with a column `prompt`. Give one "
+            "`LoraConfig` for all (on a command line, one `lora_r` and one `lora_alpha`)."
         )
     if len(given) != adapters:
         raise ValueError(f"{told} for {adapters} member(s). Give one for each, or one `LoraConfig` for all.")
@@ -439,8 +439,8 @@ def list_lora_configs(
 def give_settings(population: Population, args: PopuLoRAConfig, configs: Sequence[LoraConfig], prompts: bool) -> None:
     """
     Fills in the `settings` of each member: its value of every option in which members differ and, in a dataset run
-    (`prompts`), its learning rate, which evolution may vary. Rank and alpha are such options if they differ between
-    the `configs`.
+    (`prompts`), its learning rate, which evolution may vary. Rank and alpha are included if the `configs` differ in
+    them.
     """
     if len({(each.r, each.lora_alpha) for each in configs}) > 1:
         args.member_values["lora_r"] = [each.r for each in configs]

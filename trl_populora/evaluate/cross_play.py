@@ -44,12 +44,12 @@ from trl_populora.report.table import format_percent
 from trl_populora.run.checkpoint import write_member_file
 from trl_populora.run.read import read_chat_template, read_population
 from trl_populora.run.saved_population import (
-    SAMPLING,
     Shape,
     check_one_moment,
     check_plays,
     check_same_shape,
     read_lora,
+    read_sampling,
 )
 from trl_populora.step.player import Completion, Messages, Player
 from trl_populora.step.referee import Referee, Written
@@ -243,10 +243,10 @@ def assemble(
     Args:
         runs: Directories (runs or their checkpoints) or Hub names of saved populations, with the same base and the
             same adapter shape. The first one decides the base's revision and quantisation, the kinds, the prompt
-            style, the lengths, the sampling, and whether copies and duplicates are refused (`teacher_reward`). If its
-            members differ in `temperature`, all members sample at the temperature of its first one. Each member is
-            asked with the chat template of its own population, the base with that of the first one. If a population
-            was trained on other kinds than those that play, a warning says so.
+            style, the lengths, the sampling, and whether copies and duplicates are refused (`teacher_reward`). If
+            `temperature` is a list there, all members sample at its first value. Each member is asked with the chat
+            template of its own population, the base with that of the first one. If a population was trained on other
+            kinds than those that play, a warning says so.
         tasks: Tasks to draw references from. By default the package's tasks and, for a user's own kinds, the tasks in
             the archives of the runs.
         task_kinds: Kinds that all play. By default those of the first run, if the package has them all.
@@ -353,9 +353,7 @@ def _settings_of(saved: dict[str, Any], settings: dict[str, Any]) -> PopuLoRACon
     first, on_cpu = saved["settings"], not torch.cuda.is_available()
     theirs = {name: first[name] for name in ("references_per_proposal", "inputs_per_function")}
     # Older `population.json` files lack some of these settings.
-    theirs |= {name: first[name] for name in ("max_completion_length", *SAMPLING) if name in first}
-    if isinstance(theirs.get("temperature"), list):  # in a contest all sample at one temperature
-        theirs["temperature"] = theirs["temperature"][0]
+    theirs |= {name: first[name] for name in ("max_completion_length",) if name in first} | read_sampling(first)
     # If a population's file lacks one of these settings, the population was trained with the value given here.
     asked = {"shots": 0, "reading": "strict", "prompt_texts": None}
     theirs |= {name: first.get(name, before) for name, before in asked.items()}

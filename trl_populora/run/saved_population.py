@@ -43,7 +43,7 @@ _PATTERNS = ("rank_pattern", "alpha_pattern")  # early versions did not write th
 
 # Fields of the base's configuration that decide whether an adapter fits.
 _BASE_FIELDS = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
-# TRL's settings that decide how members sample. Cross-play samples with the same settings.
+# TRL's settings that decide how members sample. Cross-play samples as `read_sampling` reads them.
 SAMPLING = (
     "temperature",
     "top_p",
@@ -236,6 +236,17 @@ def _collect_settings(args: GRPOConfig) -> dict[str, Any]:
     revision = (args.model_init_kwargs or {}).get("revision") or "main"
     one = {name: getattr(args, name) for name in (*added, *shared)}
     return drop_secrets(one | args.member_values | {"base_revision": revision})
+
+
+def read_sampling(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    Reads from the settings of a saved population how all members sample in cross-play. A list of temperatures gives
+    its first.
+    """
+    sampling = {name: settings[name] for name in SAMPLING if name in settings}
+    if isinstance(sampling.get("temperature"), list):
+        sampling["temperature"] = sampling["temperature"][0]
+    return sampling
 
 
 def read_lora(saved: Mapping[str, Any]) -> LoraConfig:
