@@ -408,6 +408,8 @@ def test_the_game_takes_a_list_of_temperatures_with_teachers_first():
         ({"single_agent": True}, "lists a value for each member, and the `single_agent` has one adapter for both"),
         ({"teachers": 1, "temperature": [1.0, 0.0]}, "`temperature` must be above 0, got 0.0"),
         ({"teachers": 1, "temperature": [1.0, "hot"]}, "`temperature` must be a finite number, got 'hot'"),
+        ({"teachers": 1, "students": "2", "temperature": []}, "lists 0 value"),
+        ({"students": 4, "temperature": [1.0] * 7 + [1.3], "beta": -1.0}, "`beta` must be at least 0, got -1.0"),
         ({"teachers": 1, "temperature": []}, r"lists 0 value\(s\) for 1 teacher\(s\) and 4 student\(s\)"),
     ],
 )
@@ -535,6 +537,30 @@ class TestGame:
                 answers[row["member"], row["step"], row["prompt"]].add(row["completion"])
         assert {len(each) for (member, *_), each in answers.items() if member == "student_0"} == {1}
         assert min(len(each) for (member, *_), each in answers.items() if member == "student_1") > 1
+
+    def test_an_untrained_student_at_another_temperature_does_not_share_the_attempts_of_the_base(
+        self, random_base, tmp_path
+    ):
+        trainer = small_trainer(
+            random_base,
+            HELD_OUT[:5],
+            letters,
+            HELD_OUT[5:],
+            output_dir=str(tmp_path),
+            task_kinds=["tests.populora_run:Letters", "code_o"],
+            sandbox_allow_weak=True,
+            temperature=[1.0, 1.0, 1e-5, 1.0],
+        )
+        generate, asked = trainer.game.player.generate, set()
+
+        def note(prompts, names, *args, **kwargs):
+            asked.update(names)
+            return generate(prompts, names, *args, **kwargs)
+
+        trainer.game.player.generate = note
+        trainer.evaluate()
+        trainer.close()
+        assert asked == {"base", "student_0"}, "student_1 shares them"
 
     def test_a_child_has_the_temperature_of_its_parent(self, run):
         trainer, output_dir = run

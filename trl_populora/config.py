@@ -159,8 +159,8 @@ class PopuLoRAConfig(GRPOConfig):
 
     Args:
         teachers, students: Number of adapters of each role. When `teachers` is `None`, 4 in the game (paper) and none
-            in a dataset run. When `students` is `None`, 4; if an option lists values, as many as it lists, less
-            `teachers`. With `teachers=0` and a dataset of tasks all students attempt the same `proposals_per_teacher`
+            in a dataset run. When `students` is `None`, the length of a listed option less `teachers`; without a list,
+            4. With `teachers=0` and a dataset of tasks all students attempt the same `proposals_per_teacher`
             given tasks in a step, and no others (`docs/guides/curriculum.md`).
         member_prompts: Which prompts of a dataset the members train on. `"shared"`: all on the same ones, so that
             they can be compared. `"own"`: each on a stream of its own, in an order of its own.
@@ -411,13 +411,18 @@ class PopuLoRAConfig(GRPOConfig):
             # they make a dataset run and set no option of the game, `for_game` raises this error, if it is ever asked.
             if self._list_game_options():
                 raise
-            lists = any(isinstance(self._given[name], (list, tuple)) for name in MEMBER_OPTIONS)
+            refused: ValueError | None = None
             try:
                 self.students = self.for_prompts().students
             except ValueError as wrong:
-                if lists or any(self._given[name] != value for name, value in PROMPT_OPTIONS.items()):
-                    raise wrong from None  # the error of the game would mislead
-                raise error from None
+                refused = wrong
+            lists = any(
+                isinstance(getattr(self, name), (list, tuple)) for name in MEMBER_OPTIONS
+            )  # untaken by the game
+            if refused and (lists or any(self._given[name] != value for name, value in PROMPT_OPTIONS.items())):
+                raise refused from None  # the error of the game would mislead
+            if refused:
+                raise
             self._no_game = error
         # An option that a user sets on the finished config counts as given in `for_prompts`, too, also if its value is
         # the one that the game has by default.

@@ -193,12 +193,13 @@ def read_list(name: str, values: Sequence[Any], teachers: Any, students: Any) ->
         name: The option.
         values: As the user has given them.
         teachers, students: Numbers of members. If one is no number, the length is not checked, because
-            [`check_numbers`] will refuse the number.
+            [`check_numbers`] will refuse it.
 
     Raises:
         `ValueError`: If the list has another length.
     """
-    if isinstance(teachers, int) and isinstance(students, int) and len(values) != teachers + students:
+    counted = isinstance(teachers, int) and isinstance(students, int)
+    if not values or (counted and len(values) != teachers + students):
         members, each = f"{students} member(s)", f"one for each (`students={len(values)}` makes as many members)"
         if teachers:
             members, each = f"{teachers} teacher(s) and {students} student(s)", "one for each, teachers first"

@@ -552,7 +552,10 @@ class PopuLoRATrainer(HubTrainer):
             raise RuntimeError("Under DeepSpeed `evaluate` works from the start of training: set `eval_on_start`.")
         students, adapter = self.population.students, self.population.adapter
         untrained = {
-            each.name for each in students if lora_members.adds_nothing(self.model_wrapped, adapter(each.name))
+            each.name
+            for each in students
+            if lora_members.adds_nothing(self.model_wrapped, adapter(each.name))
+            and each.settings.get("temperature", self.temperature) == self.temperature  # the base's
         }
         # TRL's completion tables are for rows that train, so `log` writes none here. Outside of `pause_training`,
         # `log` would report training's metrics of this moment as the evaluation's, and clear them.

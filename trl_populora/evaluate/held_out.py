@@ -251,7 +251,8 @@ class HeldOut:
             prefix: Starts every key, followed by the table's name if it has one.
             step: Optimizer steps that the students have done.
             progress: Whether to show a bar.
-            untrained: Students whose adapter still adds nothing. They share the base's attempts.
+            untrained: Students whose adapter still adds nothing, and who sample at the base's temperature. They share
+                the base's attempts.
 
         Returns:
             The figures of [`scores`] over the students, the base's as `base/...`, and `{prefix}_runtime` in seconds.

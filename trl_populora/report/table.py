@@ -257,8 +257,8 @@ def list_members(population: Mapping[str, Any], members: Iterable[Mapping[str, A
     both = [*shown, *gone]
     answers = any("reward" in member for member in shown)
     columns: dict[str, Callable[[Mapping[str, Any]], str]] = {"member": lambda member: member["name"]}
-    # Members of a game have settings only if the run began with a list; older records of members that have left have
-    # none.
+    # Members of a game have settings only if they began with different ones. Older records of members that have left
+    # have none.
     settings = [member["settings"] for member in both if member.get("settings")]
     names = {name: None for own in settings for name in own}  # in the order of the settings
     for name in (name for name in names if len({str(own.get(name)) for own in settings}) > 1):

@@ -240,8 +240,8 @@ def _collect_settings(args: GRPOConfig) -> dict[str, Any]:
 
 def read_sampling(settings: Mapping[str, Any]) -> dict[str, Any]:
     """
-    Reads from the settings of a saved population how all members sample in cross-play. A list of temperatures gives
-    its first.
+    Reads from the settings of a saved population how all members sample in cross-play. Of a list of temperatures it
+    takes the first.
     """
     sampling = {name: settings[name] for name in SAMPLING if name in settings}
     if isinstance(sampling.get("temperature"), list):
