@@ -4,6 +4,7 @@
     python recipes/budget.py recipes/Qwen2.5-Coder-7B/config_4t4s_8gpu.yaml --gpu A100-80GB --processes 8
     python recipes/budget.py recipes/Qwen2.5-Coder-7B/config_4t4s_24gb.yaml --gpu RTX-4090
     python recipes/budget.py recipes/Qwen2.5-Coder-7B/config_4t4s_8gpu.yaml --processes 8 --nodes 4 --members 32
+    python recipes/budget.py my_grpo.yaml --gpu A100-80GB --members 8 --prompt_tokens 300  # names a dataset of prompts
 
 Prints what one GPU of the training node holds at its fullest moment, for prompts as they are at the start of a run and
 for the longest that the limits of the task kinds allow, then the room left for vLLM's cache, and the seconds of a
@@ -13,7 +14,8 @@ and bitsandbytes). Bytes that activations need were counted with saved-tensor ho
 bf16 autocast. What is merely assumed is a constant with a name. `benchmarks/gpu.py` compares all of it with a GPU.
 
 `--nodes` adds what nodes send each other and what their other cores do (`budget_nodes.py`), `--members` changes the
-size of the recipe's population, half teachers and half students.
+size of the recipe's population: in the game half teachers and half students, in a dataset run all of them students.
+Prompts of a dataset are not read: `--prompt_tokens` says how long the longest is.
 
 What it leaves out: fragmentation beyond `RESERVE`, other engines than vLLM, pipeline and tensor parallelism.
 """
@@ -22,7 +24,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 
 import torch
 from budget_nodes import Nodes, print_nodes
@@ -31,12 +34,13 @@ from trl import ModelConfig, TrlParser
 
 from trl_populora.assets import resolve_model_path
 from trl_populora.cli import TrainArguments
-from trl_populora.config import MemberConfig, PopuLoRAConfig
+from trl_populora.config import MemberConfig, PopuLoRAConfig, list_member_loras
 from trl_populora.generate.publish import count_slots
 from trl_populora.generate.transformers import READ_SHARE
 from trl_populora.hub.card import VLLM_RANKS
 from trl_populora.step.microbatch import estimate_pair_cost
 from trl_populora.tasks import CodeO
+from trl_populora.tasks.script import PromptArguments
 
 
 GIB = 2**30
@@ -142,15 +146,15 @@ class Shape:
         h, q, kv = self.hidden_size, self.query_size, self.key_value_size
         return self.num_hidden_layers * (2 * h * q + 2 * h * kv + 3 * h * self.intermediate_size)
 
-    def bytes(self, four_bits: bool = False, nested: bool = False) -> float:
+    def bytes(self, four_bits: bool = False, nested: bool = False, weight: int = 2) -> float:
         """
-        In bf16, or with linear layers in 4 bits: a scale for 64 weights, in fp32 or, nested, in a byte, for 256 of
-        which there is another in fp32. Embeddings, head, norms and biases stay in bf16.
+        With so many bytes for a `weight`, or with linear layers in 4 bits: a scale for 64 weights, in fp32 or, nested,
+        in a byte, for 256 of which there is another in fp32. Embeddings, head, norms and biases stay as they are.
         """
         if not four_bits:
-            return 2 * self.parameters
+            return weight * self.parameters
         scale = (1 + 4 / 256) / 64 if nested else 4 / 64
-        return 2 * self.parameters + (0.5 + scale - 2) * self.linear_parameters
+        return weight * self.parameters + (0.5 + scale - weight) * self.linear_parameters
 
     @property
     def cache_bytes_per_token(self) -> int:
@@ -257,6 +261,26 @@ class Budget:
         return self.moment_fits and self.engine_fits
 
 
+def is_dataset_run(args: PopuLoRAConfig) -> bool:
+    return args.max_members is not None  # the game refuses this option, a dataset run settles it
+
+
+def count_members(args: PopuLoRAConfig) -> int:
+    return args.max_members or args.teachers + args.students
+
+
+def count_micro_batches(args: PopuLoRAConfig, processes: int) -> int:
+    """Micro-batches of each process in which the rows of a step, or of a dataset run's generation, are trained on."""
+    return args.steps_per_generation if is_dataset_run(args) else args.micro_batches(processes)
+
+
+def count_rows(args: PopuLoRAConfig, processes: int) -> int:
+    """Rows of a step, or of a dataset run's generation, over all processes."""
+    if not is_dataset_run(args):
+        return args.rows_per_step
+    return args.steps_per_generation * args.per_device_train_batch_size * processes
+
+
 def prompt_tokens(references: int, longest: bool) -> int:
     """Tokens of a proposal's prompt with the package's seed tasks shown, or with tasks as long as the kinds allow."""
     reference = CodeO.max_program_chars + 2 * CodeO.max_value_chars if longest else SEED_REFERENCE_CHARS
@@ -265,12 +289,14 @@ def prompt_tokens(references: int, longest: bool) -> int:
 
 def memory(args: PopuLoRAConfig, model: ModelConfig, shape: Shape, gpu: Gpu, processes: int, prompt: int) -> Budget:
     """What a GPU holds; rows of like length share a micro-batch, so its completions are as long as they may be."""
-    adapters = (args.teachers + args.students) * shape.adapter_parameters(model.lora_r)
+    members, rank = count_members(args), widest_rank(model)
+    adapters = members * shape.adapter_parameters(rank)
+    weight = 4 if model.dtype == "float32" else 2
     tokens = args.per_device_train_batch_size * (prompt + args.max_completion_length)
     # Alone: fp32 weight, gradient, two moments. ZeRO-2: bf16 weight and gradient, and a share of the fp32 rest.
     per_parameter = 16 if processes == 1 else 4 + 12 / processes
     held = {
-        "base": shape.bytes(model.load_in_4bit, model.use_bnb_nested_quant),
+        "base": shape.bytes(model.load_in_4bit, model.use_bnb_nested_quant, weight),
         "members, gradients, Adam": per_parameter * adapters,
         "reserve": RESERVE,
     }
@@ -280,19 +306,19 @@ def memory(args: PopuLoRAConfig, model: ModelConfig, shape: Shape, gpu: Gpu, pro
         "members of that layer, stacked": 8 * adapters / shape.num_hidden_layers,
         "head, in TRL's tiles": 2 * 4096 * 32768 + 4 * tokens * shape.hidden_size,
     }
-    if model.load_in_4bit:  # the largest weight, once more as its transpose
-        update["a weight in bf16"] = 2 * 2 * shape.hidden_size * shape.intermediate_size
+    if model.load_in_4bit or weight == 4:  # the largest weight, of one in 4 bits its transpose, too
+        update["a weight in bf16"] = 2 * (1 + model.load_in_4bit) * shape.hidden_size * shape.intermediate_size
     if not args.use_vllm:
-        playing = generation(args, shape, adapters, prompt)
+        playing = generation(args, shape, adapters / members, prompt, count_rows(args, processes) // processes)
         fullest = sum(held.values()) + max(sum(update.values()), sum(playing.values()))
         return Budget(held, update, playing, {}, 0.0, args.generation_tokens or 0, gpu.memory, fullest)
     colocated = args.vllm_mode == "colocate"
-    rows, members = args.rows_per_step // engines_of(args, processes), args.teachers + args.students
+    rows = count_rows(args, processes) // engines_of(args, processes)
     # A server (recipes/serve.sh) has a slot for each member, and serves adapters of embeddings and head, too.
     slots = count_slots(members) if colocated else members
     engine = {
         "base, bf16": 2 * shape.parameters,
-        f"{slots} adapters, bf16": 2 * slots * shape.slot_parameters(model.lora_r, everywhere=not colocated),
+        f"{slots} adapters, bf16": 2 * slots * shape.slot_parameters(rank, everywhere=not colocated),
         "sampler, fp32": 2 * 4 * rows * shape.vocab_size,
         "a batch of 4096 tokens": 4096 * shape.layer_bytes_per_token / 2,
         "CUDA graphs": GRAPHS,
@@ -303,13 +329,19 @@ def memory(args: PopuLoRAConfig, model: ModelConfig, shape: Shape, gpu: Gpu, pro
     return Budget(held, update, {}, engine, engine_memory, int(left / shape.cache_bytes_per_token), gpu.memory, both)
 
 
-def generation(args: PopuLoRAConfig, shape: Shape, adapters: int, prompt: int) -> dict[str, float]:
+def widest_rank(model: MemberConfig) -> int:
+    """The rank at which members are computed: of unequal ones the largest."""
+    return max(model.member_values.get("lora_r", [model.lora_r]))
+
+
+def generation(args: PopuLoRAConfig, shape: Shape, adapter: float, prompt: int, rows: int) -> dict[str, float]:
     """
-    Bytes that transformers adds while it generates as many rows as `generation_tokens` leaves room for.
+    Bytes that transformers adds while a process generates so many rows, at once as many as `generation_tokens` leaves
+    room for. A member has so many parameters in its `adapter`.
 
     One layer's cache is held twice while it grows, and once more for all heads where keys and values have fewer.
     """
-    tokens = args.generation_tokens or args.rows_per_step * (prompt + args.max_completion_length)
+    tokens = args.generation_tokens or rows * (prompt + args.max_completion_length)
     rows = max(1, tokens // (prompt + args.max_completion_length))
     one_layer = tokens * shape.cache_bytes_per_token / shape.num_hidden_layers
     heads = shape.num_attention_heads / shape.num_key_value_heads
@@ -317,10 +349,7 @@ def generation(args: PopuLoRAConfig, shape: Shape, adapters: int, prompt: int) -
         "keys and values": tokens * shape.cache_bytes_per_token,
         "one layer of them, for all heads": (1 + heads) * one_layer,
         "prompts, as they are read": max(prompt, tokens // READ_SHARE) * shape.read_bytes_per_token,
-        "members that play, stacked": 4
-        * adapters
-        * max(args.teachers, args.students)
-        / (args.teachers + args.students),
+        "members that play, stacked": 4 * adapter * max(args.teachers, args.max_members or args.students),
         "sampler, fp32": 2 * 4 * rows * shape.vocab_size,
     }
 
@@ -344,8 +373,8 @@ def levers(args: PopuLoRAConfig, shape: Shape, like: Rows) -> dict[str, float]:
         tokens = prompt + rows * completion
         return tokens * (1 + pair * tokens) / rows
 
-    attempts = args.attempts_per_task
-    shared = (cost(1) + attempts * cost(attempts / parts)) / (1 + attempts) / cost(1)
+    attempts, proposals = args.attempts_per_task, min(1, args.teachers)  # a proposal has a prompt of its own
+    shared = (proposals * cost(1) + attempts * cost(attempts / parts)) / (proposals + attempts) / cost(1)
     return {"live rows": like.live, "shared prompts": shared}
 
 
@@ -369,26 +398,26 @@ def seconds(
     that the share of [`levers`]. A micro-batch takes at least as long as its kernels take to start; under DeepSpeed,
     so with several processes, those of blank rows are computed, too.
     """
-    row = like.prompt + like.completion
-    rows = args.rows_per_step / engines
+    row, of_all = like.prompt + like.completion, count_rows(args, processes)
+    rows = of_all / engines
     if args.use_vllm:
         running = min(rows, cache_tokens / row)
         token = token_seconds(shape, gpu, running, row) * LORA_SLOWDOWN
         playing = rows * like.completion / running * token
     else:
-        proposals = args.teachers * args.proposals_per_teacher
+        proposals = args.teachers * args.proposals_per_teacher / engines
         at_once = max(1, cache_tokens // (like.prompt + args.max_completion_length)) if cache_tokens else rows
         batches = math.ceil(proposals / at_once) + math.ceil((rows - proposals) / at_once)
         start = shape.num_hidden_layers * (DECODING_START if four_bits else REPLAYING_START)
         token = max(start, token_seconds(shape, gpu, min(at_once, rows), row))
         playing = batches * args.max_completion_length * token
-    work = args.rows_per_step / processes * row * (8 if args.use_vllm else 6) * shape.parameters
-    parts = args.micro_batches(processes)
+    work = of_all / processes * row * (8 if args.use_vllm else 6) * shape.parameters
+    parts = count_micro_batches(args, processes)
     live = parts * math.prod(levers(args, shape, like).values())
     start = shape.num_hidden_layers * TRAINING_START
     updating = live * max(work / parts / (gpu.flops * TRAINING_UTILIZATION), start)
     blank = (parts - live if processes > 1 else 1) * start
-    return {"propose and solve": playing, "log-probs and update": updating + blank}
+    return {"propose and solve" if args.teachers else "generate": playing, "log-probs and update": updating + blank}
 
 
 def token_seconds(shape: Shape, gpu: Gpu, rows: float, tokens: float) -> float:
@@ -398,22 +427,32 @@ def token_seconds(shape: Shape, gpu: Gpu, rows: float, tokens: float) -> float:
 
 
 def read_recipe(path: str, output_dir: str = "runs/budget", **changes: int) -> tuple[PopuLoRAConfig, MemberConfig]:
-    """Settings of a recipe, with these in the place of its own; no GPU is asked for."""
-    parser = TrlParser((TrainArguments, PopuLoRAConfig, MemberConfig))
+    """
+    Settings of a recipe, with these in the place of its own; no GPU is asked for. They are those of a dataset run if
+    the recipe names a dataset of prompts.
+    """
+    parser = TrlParser((TrainArguments, PopuLoRAConfig, MemberConfig, PromptArguments))
     no_gpu = ["--use_cpu", "true", "--bf16", "false", "--output_dir", output_dir]
     changed = [word for name, value in changes.items() for word in (f"--{name}", str(value))]
-    _, args, model = parser.parse_args_and_config(["--config", path, *no_gpu, *changed])
-    return args, model
+    _, args, model, prompts = parser.parse_args_and_config(["--config", path, *no_gpu, *changed])
+    if not prompts.dataset_names:
+        return args.for_game(), model
+    loras = list_member_loras(model)
+    return args.for_prompts(len(loras) if isinstance(loras, list) else None), model
 
 
 def enlarge(path: str, members: int | None, world: int) -> tuple[PopuLoRAConfig, MemberConfig]:
     """
-    Settings of a recipe with so many members, half of each role, and with at least one proposal of every teacher on
-    each of so many processes.
+    Settings of a recipe with so many members, in the game half of each role, and with at least one proposal of every
+    teacher on each of so many processes.
     """
-    changes = {} if members is None else {"teachers": members // 2, "students": members // 2}
-    args, model = read_recipe(path, **changes)
-    if args.proposals_per_teacher % world == 0:
+    args, model = read_recipe(path)
+    changes = {}
+    if members is not None:
+        halves = {"teachers": members // 2, "students": members // 2}
+        changes = {"students": members} if is_dataset_run(args) else halves
+        args, model = read_recipe(path, **changes)
+    if is_dataset_run(args) or args.proposals_per_teacher % world == 0:
         return args, model
     proposals = -(-args.proposals_per_teacher // world) * world
     print(f"`proposals_per_teacher` is raised to {proposals}: every process has a share of every teacher's.")
@@ -434,74 +473,102 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1, help="GPUs of a node that train, ZeRO-2 if more than one")
     parser.add_argument("--nodes", type=int, default=1, help="nodes that train, each with so many GPUs")
     parser.add_argument(
-        "--members", type=int, help="adapters, half teachers and half students; the recipe's by default"
+        "--members", type=int, help="adapters, in the game half teachers and half students; the recipe's by default"
     )
+    parser.add_argument("--prompt_tokens", type=int, help="tokens of the longest prompt of a recipe's dataset")
     options = parser.parse_args()
     world = options.processes * options.nodes
     try:
         args, model = enlarge(options.recipe, options.members, world)
         shape, gpu = Shape.of(model.model_name_or_path), GPUS[options.gpu]
-        parts = args.micro_batches(world)
+        parts = count_micro_batches(args, world)
+        rows = list_rows(args, options.prompt_tokens, options.nodes)
     except (OSError, ValueError) as error:
         raise SystemExit(f"budget.py: {error}") from error
-    rows = [Rows.of(args, longest) for longest in (False, True)]
-    columns = [memory(args, model, shape, gpu, world, like.prompt) for like in rows]
+    columns = {when: memory(args, model, shape, gpu, world, like.prompt) for when, like in rows.items()}
+    first, like = next(iter(columns.values())), next(iter(rows.values()))
+    rank, step = widest_rank(model), "generation" if is_dataset_run(args) else "step"
     print(f"{model.model_name_or_path}: {shape.parameters / 1e6:.0f} M parameters, ", end="")
-    print(f"{shape.adapter_parameters(model.lora_r) / 1e6:.1f} M per member of rank {model.lora_r}")
-    print(f"{args.rows_per_step} rows a step, {parts} micro-batches per process\n")
+    print(f"{shape.adapter_parameters(rank) / 1e6:.1f} M per member of rank {rank}")
+    print(f"{count_members(args)} members, {count_rows(args, world)} rows a {step}, ", end="")
+    print(f"{parts} micro-batches per process\n")
     print_memory(args, columns)
     engines, total = engines_of(args, world), None
-    if columns[0].engine_fits:
-        at = (engines, world, columns[0].cache_tokens, rows[0], model.load_in_4bit)
-        total = print_seconds(args, shape, rows[0], seconds(args, shape, gpu, *at))
+    if first.engine_fits:
+        at = (engines, world, first.cache_tokens, like, model.load_in_4bit)
+        total = print_seconds(args, shape, like, seconds(args, shape, gpu, *at), step)
     if options.nodes > 1:
         served = engines if args.use_vllm and args.vllm_mode == "server" else 0
-        adapters = (args.teachers + args.students) * shape.adapter_parameters(model.lora_r)
-        print_nodes(args, adapters, Nodes(options.nodes, options.processes, parts, served), rows[0], total)
-    print(tell_fit(*columns))
+        adapters = count_members(args) * shape.adapter_parameters(rank)
+        print_nodes(args, adapters, Nodes(options.nodes, options.processes, parts, served), like, total)
+    print(tell_fit(columns))
 
 
-def tell_fit(at_the_start: Budget, at_the_limits: Budget) -> str:
+def list_rows(args: PopuLoRAConfig, longest_prompt: int | None, nodes: int) -> dict[str, Rows]:
+    """
+    What rows are like, by the moment of the run.
+
+    Raises:
+        `ValueError`: If the longest prompt of a dataset is not told, or that of a game is; or if a dataset run shall
+            have several nodes, whose sums are about sandboxes and archives.
+    """
+    if not is_dataset_run(args):
+        if longest_prompt is not None:
+            raise ValueError("`--prompt_tokens` is for a recipe with a dataset of prompts. A game makes its prompts.")
+        return {"at the start": Rows.of(args), "at the limits": Rows.of(args, longest=True)}
+    if longest_prompt is None:
+        raise ValueError("the recipe has a dataset of prompts: give the tokens of its longest, `--prompt_tokens 300`.")
+    if nodes > 1:
+        raise ValueError(f"`--nodes {nodes}` is for games: a dataset run has no sandbox and no archive.")
+    return {"with the longest prompts": replace(Rows.of(args), prompt=longest_prompt)}
+
+
+def tell_fit(columns: dict[str, Budget]) -> str:
     """Says that all fits, or what does not fit, when, and by how much."""
-    columns = {"at the start": at_the_start, "at the limits": at_the_limits}
     lacks = [
         f"the fullest moment {when} needs {each.on_one_gpu / GIB:.1f} of {each.gpu_memory / GIB:.1f} GiB"
         for when, each in columns.items()
         if not each.moment_fits
     ]
-    # The longest prompts change nothing in an engine without its cache.
-    if not at_the_start.engine_fits:
-        needed = sum(at_the_start.engine.values())
-        share = at_the_start.engine_memory / GIB
+    first = next(iter(columns.values()))  # longer prompts change nothing in an engine without its cache
+    if not first.engine_fits:
+        needed = sum(first.engine.values())
+        share = first.engine_memory / GIB
         lacks.append(f"an engine without its cache needs {needed / GIB:.1f} of {share:.1f} GiB")
     return f"Does not fit: {'; '.join(lacks)}." if lacks else "Fits."
 
 
-def print_seconds(args: PopuLoRAConfig, shape: Shape, like: Rows, phases: dict[str, float]) -> float:
-    """What a step takes, phase by phase; returns all of it."""
+def print_seconds(args: PopuLoRAConfig, shape: Shape, like: Rows, phases: dict[str, float], step: str) -> float:
+    """What a `step` takes, phase by phase; returns all of it."""
     total = sum(phases.values())
-    print(f"Seconds a step: {', '.join(f'{name} {value:.0f}' for name, value in phases.items())}; ", end="")
-    print(f"{args.max_steps} steps take {args.max_steps * total / 3600:.1f} hours")
+    print(f"Seconds a {step}: {', '.join(f'{name} {value:.0f}' for name, value in phases.items())}", end="")
+    generations = args.max_steps / args.optimizer_steps_per_generation if is_dataset_run(args) else args.max_steps
+    print(f"; {args.max_steps} steps take {generations * total / 3600:.1f} hours" if args.max_steps > 0 else "")
     print("Log-probs and update are multiplied by ", end="")
     print(" and ".join(f"{value:.2f} ({name})" for name, value in levers(args, shape, like).items()))
     return total
 
 
-def print_memory(args: PopuLoRAConfig, columns: list[Budget]) -> None:
-    """The table of what is held, part by part, at the start of a run and at the limits."""
-    print("| GiB on a training GPU | at the start | at the limits |\n|---|---|---|")
+def print_memory(args: PopuLoRAConfig, columns: dict[str, Budget]) -> None:
+    """The table of what is held, part by part, in a column for each moment of the run."""
+
+    def print_row(name: str, sizes: Sequence[float]) -> None:
+        print(f"| {name} | " + " | ".join(f"{size / GIB:.1f}" for size in sizes) + " |")
+
+    each = [*columns.values()]
+    print(f"| GiB on a training GPU | {' | '.join(columns)} |\n|---" + "|---" * len(columns) + "|")
     for part in ("held", "update", "playing"):
-        for name in getattr(columns[0], part):
-            cells = " | ".join(f"{getattr(column, part)[name] / GIB:.1f}" for column in columns)
-            print(f"| {'' if part == 'held' else f'{part}: '}{name} | {cells} |")
+        for name in getattr(each[0], part):
+            told = name if part == "held" else f"{part}: {name}"
+            print_row(told, [getattr(column, part)[name] for column in each])
     if args.use_vllm and args.vllm_mode == "colocate":
-        print(f"| vLLM, all | {columns[0].engine_memory / GIB:.1f} | {columns[0].engine_memory / GIB:.1f} |")
-    print("| fullest moment | " + " | ".join(f"{column.on_one_gpu / GIB:.1f}" for column in columns) + " |")
-    print(f"| of | {columns[0].gpu_memory / GIB:.1f} | {columns[0].gpu_memory / GIB:.1f} |\n")
+        print_row("vLLM, all", [column.engine_memory for column in each])
+    print_row("fullest moment", [column.on_one_gpu for column in each])
+    print_row("of", [column.gpu_memory for column in each])
+    print()
     if args.use_vllm:
-        parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in columns[0].engine.items())
-        print(f"An engine has {columns[0].engine_memory / GIB:.1f} GiB: {parts}; ", end="")
-        print(f"left for {columns[0].cache_tokens} tokens")
+        parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in each[0].engine.items())
+        print(f"An engine has {each[0].engine_memory / GIB:.1f} GiB: {parts}; left for {each[0].cache_tokens} tokens")
 
 
 if __name__ == "__main__":

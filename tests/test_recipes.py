@@ -336,6 +336,67 @@ class TestBudget:
         assert printed.startswith("tiny: 3 M parameters")
         assert printed.endswith("Fits.\n")
 
+    @pytest.fixture
+    def sweep(self, tmp_path):
+        """A recipe that names a dataset of prompts, which nobody reads."""
+        recipe = tmp_path / "sweep.yaml"
+        recipe.write_text(
+            "model_name_or_path: Qwen/Qwen2.5-Coder-7B\ndtype: bfloat16\ndataset_name: my_prompts.jsonl\n"
+            "reward_funcs: [my_rewards.right]\nlearning_rate: [1e-5, 3e-5, 1e-4, 3e-4]\n"
+            "lora_r: [8, 16, 32, 32]\nlora_alpha: [16, 32, 64, 64]\nmax_steps: 100\n"
+        )
+        return recipe
+
+    def test_a_recipe_with_a_dataset_has_the_rows_and_members_of_its_run(self, sweep, monkeypatch, capsys):
+        args, model = read_recipe(str(sweep))
+        assert (args.teachers, args.students, args.max_completion_length) == (0, 4, 512)
+        assert budget.count_rows(args, 1) == args.generation_batch_size == 32
+        shape, gpu = SHAPES[model.model_name_or_path], GPUS["H200"]
+        in_bf16 = memory(args, model, shape, gpu, 1, 300)
+        assert in_bf16.held["members, gradients, Adam"] == 16 * 4 * shape.adapter_parameters(32), "of the largest rank"
+        assert in_bf16.playing["keys and values"] == 32 * (300 + 512) * shape.cache_bytes_per_token
+        model.dtype = "float32"
+        in_fp32 = memory(args, model, shape, gpu, 1, 300)
+        assert in_fp32.held["base"] == 2 * in_bf16.held["base"] == 4 * shape.parameters
+        args.generation_tokens = 4 * (300 + 512)
+        assert (
+            memory(args, model, shape, gpu, 1, 300).playing["keys and values"]
+            == in_bf16.playing["keys and values"] / 8
+        )
+
+        monkeypatch.setattr(sys, "argv", ["budget.py", str(sweep), "--prompt_tokens", "300", "--gpu", "RTX-4090"])
+        budget.main()
+        told = capsys.readouterr().out
+        assert "4 members, 32 rows a generation, 4 micro-batches per process" in told
+        assert "| GiB on a training GPU | with the longest prompts |" in told
+        assert re.search(r"^Seconds a generation: generate \d+, log-probs and update \d+; 100 steps take", told, re.M)
+        assert re.search(r"\nFits.$|\nDoes not fit: the fullest moment with the longest prompts needs", told)
+
+    def test_members_of_a_dataset_run_are_students(self, sweep, monkeypatch, capsys):
+        sweep.write_text("model_name_or_path: Qwen/Qwen2.5-0.5B-Instruct\ndataset_name: my_prompts.jsonl\n")
+        arguments = ["budget.py", str(sweep), "--prompt_tokens", "300", "--members", "8", "--processes", "2"]
+        monkeypatch.setattr(sys, "argv", arguments)
+        budget.main()
+        assert "8 members, 128 rows a generation, 8 micro-batches per process" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        ("arguments", "told"),
+        [
+            ([], "the recipe has a dataset of prompts: give the tokens of its longest"),
+            (["--prompt_tokens", "300", "--nodes", "2"], "`--nodes 2` is for games"),
+            (["--prompt_tokens", "300", "--members", "8"], "`learning_rate=.*` lists 4 value"),
+        ],
+    )
+    def test_what_a_dataset_run_lacks_or_cannot_have_is_told(self, sweep, arguments, told, monkeypatch):
+        monkeypatch.setattr(sys, "argv", ["budget.py", str(sweep), *arguments])
+        with pytest.raises(SystemExit, match=f"^budget.py: {told}"):
+            budget.main()
+
+    def test_the_prompts_of_a_game_are_not_told(self, monkeypatch):
+        monkeypatch.setattr(sys, "argv", ["budget.py", str(CONFIGS["tiny/quickstart.yaml"]), "--prompt_tokens", "9"])
+        with pytest.raises(SystemExit, match="^budget.py: `--prompt_tokens` is for a recipe with a dataset"):
+            budget.main()
+
     def test_a_recipe_too_large_for_its_card_ends_with_what_does_not_fit(self, monkeypatch, capsys):
         recipe = str(CONFIGS["Qwen2.5-Coder-7B/config_4t4s.yaml"])
         monkeypatch.setattr(sys, "argv", ["budget.py", recipe, "--gpu", "RTX-4090"])
