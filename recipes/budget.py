@@ -26,18 +26,21 @@ import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 import torch
+import yaml
 from budget_nodes import Nodes, print_nodes
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 from trl import ModelConfig, TrlParser
 
 from trl_populora.assets import resolve_model_path
 from trl_populora.cli import TrainArguments
-from trl_populora.config import MemberConfig, PopuLoRAConfig, list_member_loras
+from trl_populora.config import MemberConfig, PopuLoRAConfig, base_options, list_member_loras
 from trl_populora.generate.publish import count_slots
 from trl_populora.generate.transformers import READ_SHARE
 from trl_populora.hub.card import VLLM_RANKS
+from trl_populora.start import list_lora_configs
 from trl_populora.step.microbatch import estimate_pair_cost
 from trl_populora.tasks import CodeO
 from trl_populora.tasks.script import PromptArguments
@@ -221,7 +224,8 @@ class Rows:
     def of(cls, args: PopuLoRAConfig, longest: bool = False) -> Rows:
         """At the start of a run, or with prompts as long as the kinds allow."""
         prompt = prompt_tokens(args.references_per_proposal, longest)
-        return cls(prompt, MEAN_COMPLETION * args.max_completion_length, LIVE_ROWS if args.beta == 0 else 1.0)
+        has_kl_term = any(args.member_values.get("beta", [args.beta]))
+        return cls(prompt, MEAN_COMPLETION * args.max_completion_length, 1.0 if has_kl_term else LIVE_ROWS)
 
 
 @dataclass(frozen=True)
@@ -274,13 +278,6 @@ def count_micro_batches(args: PopuLoRAConfig, processes: int) -> int:
     return args.steps_per_generation if is_dataset_run(args) else args.micro_batches(processes)
 
 
-def count_rows(args: PopuLoRAConfig, processes: int) -> int:
-    """Rows of a step, or of a dataset run's generation, over all processes."""
-    if not is_dataset_run(args):
-        return args.rows_per_step
-    return args.steps_per_generation * args.per_device_train_batch_size * processes
-
-
 def prompt_tokens(references: int, longest: bool) -> int:
     """Tokens of a proposal's prompt with the package's seed tasks shown, or with tasks as long as the kinds allow."""
     reference = CodeO.max_program_chars + 2 * CodeO.max_value_chars if longest else SEED_REFERENCE_CHARS
@@ -290,8 +287,7 @@ def prompt_tokens(references: int, longest: bool) -> int:
 def memory(args: PopuLoRAConfig, model: ModelConfig, shape: Shape, gpu: Gpu, processes: int, prompt: int) -> Budget:
     """What a GPU holds; rows of like length share a micro-batch, so its completions are as long as they may be."""
     members, rank = count_members(args), widest_rank(model)
-    adapters = members * shape.adapter_parameters(rank)
-    weight = 4 if model.dtype == "float32" else 2
+    adapters, weight = members * shape.adapter_parameters(rank), weight_bytes(args, model)
     tokens = args.per_device_train_batch_size * (prompt + args.max_completion_length)
     # Alone: fp32 weight, gradient, two moments. ZeRO-2: bf16 weight and gradient, and a share of the fp32 rest.
     per_parameter = 16 if processes == 1 else 4 + 12 / processes
@@ -301,19 +297,21 @@ def memory(args: PopuLoRAConfig, model: ModelConfig, shape: Shape, gpu: Gpu, pro
         "reserve": RESERVE,
     }
     update = {
-        "checkpoints between layers": 2 * tokens * shape.hidden_size * shape.num_hidden_layers,
+        "checkpoints between layers": weight * tokens * shape.hidden_size * shape.num_hidden_layers,
         "one layer, recomputed": tokens * shape.layer_bytes_per_token,
         "members of that layer, stacked": 8 * adapters / shape.num_hidden_layers,
         "head, in TRL's tiles": 2 * 4096 * 32768 + 4 * tokens * shape.hidden_size,
     }
-    if model.load_in_4bit or weight == 4:  # the largest weight, of one in 4 bits its transpose, too
-        update["a weight in bf16"] = 2 * (1 + model.load_in_4bit) * shape.hidden_size * shape.intermediate_size
+    if model.load_in_4bit:  # the largest weight, once more as its transpose
+        update["a weight in bf16"] = 2 * 2 * shape.hidden_size * shape.intermediate_size
+    elif weight == 4:  # autocast rounds all weights of a layer, and the backward needs them
+        update["weights of that layer in bf16"] = 2 * shape.linear_parameters / shape.num_hidden_layers
     if not args.use_vllm:
-        playing = generation(args, shape, adapters / members, prompt, count_rows(args, processes) // processes)
+        playing = generation(args, shape, adapters / members, prompt, args.generation_batch_size // processes, weight)
         fullest = sum(held.values()) + max(sum(update.values()), sum(playing.values()))
         return Budget(held, update, playing, {}, 0.0, args.generation_tokens or 0, gpu.memory, fullest)
     colocated = args.vllm_mode == "colocate"
-    rows = count_rows(args, processes) // engines_of(args, processes)
+    rows = args.generation_batch_size // engines_of(args, processes)
     # A server (recipes/serve.sh) has a slot for each member, and serves adapters of embeddings and head, too.
     slots = count_slots(members) if colocated else members
     engine = {
@@ -334,19 +332,28 @@ def widest_rank(model: MemberConfig) -> int:
     return max(model.member_values.get("lora_r", [model.lora_r]))
 
 
-def generation(args: PopuLoRAConfig, shape: Shape, adapter: float, prompt: int, rows: int) -> dict[str, float]:
+def weight_bytes(args: PopuLoRAConfig, model: MemberConfig) -> int:
+    """Bytes of a weight of the base that is not quantised."""
+    return 4 if base_options(model, args.model_init_kwargs)["dtype"] == "float32" else 2
+
+
+def generation(
+    args: PopuLoRAConfig, shape: Shape, adapter: float, prompt: int, rows: int, weight: int = 2
+) -> dict[str, float]:
     """
     Bytes that transformers adds while a process generates so many rows, at once as many as `generation_tokens` leaves
-    room for. A member has so many parameters in its `adapter`.
+    room for. A member has so many parameters in its `adapter`. Keys and values have as many bytes as a `weight`.
 
     One layer's cache is held twice while it grows, and once more for all heads where keys and values have fewer.
     """
-    tokens = args.generation_tokens or rows * (prompt + args.max_completion_length)
+    tokens = rows * (prompt + args.max_completion_length)
+    tokens = min(args.generation_tokens or tokens, tokens)
     rows = max(1, tokens // (prompt + args.max_completion_length))
-    one_layer = tokens * shape.cache_bytes_per_token / shape.num_hidden_layers
+    cache = tokens * shape.cache_bytes_per_token * weight / 2
+    one_layer = cache / shape.num_hidden_layers
     heads = shape.num_attention_heads / shape.num_key_value_heads
     return {
-        "keys and values": tokens * shape.cache_bytes_per_token,
+        "keys and values": cache,
         "one layer of them, for all heads": (1 + heads) * one_layer,
         "prompts, as they are read": max(prompt, tokens // READ_SHARE) * shape.read_bytes_per_token,
         "members that play, stacked": 4 * adapter * max(args.teachers, args.max_members or args.students),
@@ -387,18 +394,20 @@ def seconds(
     cache_tokens: int,
     like: Rows,
     four_bits: bool = False,
+    weight: int = 2,
 ) -> dict[str, float]:
     """
     Seconds of a step by phase, for such rows.
 
     vLLM decodes as fast as weights and cache are read or multiplied, whichever is slower. So does transformers, but no
     faster than its kernels start (replayed ones, unless the base is in 4 bits), and it has a batch until its last row
-    has ended, which may be at the limit. Training takes 8 FLOP per parameter and token: forward,
-    its recomputation, the way back through frozen weights, and the old log-probabilities, which only vLLM needs; of
-    that the share of [`levers`]. A micro-batch takes at least as long as its kernels take to start; under DeepSpeed,
-    so with several processes, those of blank rows are computed, too.
+    has ended, which may be at the limit. It reads a base as it was loaded, with so many bytes for a `weight`; vLLM
+    reads bf16. Training takes 8 FLOP per parameter and token: forward, its recomputation, the way back through frozen
+    weights, and the old log-probabilities, which only vLLM needs; of that the share of [`levers`]. A micro-batch takes
+    at least as long as its kernels take to start; under DeepSpeed, so with several processes, those of blank rows are
+    computed, too.
     """
-    row, of_all = like.prompt + like.completion, count_rows(args, processes)
+    row, of_all = like.prompt + like.completion, args.generation_batch_size
     rows = of_all / engines
     if args.use_vllm:
         running = min(rows, cache_tokens / row)
@@ -409,28 +418,39 @@ def seconds(
         at_once = max(1, cache_tokens // (like.prompt + args.max_completion_length)) if cache_tokens else rows
         batches = math.ceil(proposals / at_once) + math.ceil((rows - proposals) / at_once)
         start = shape.num_hidden_layers * (DECODING_START if four_bits else REPLAYING_START)
-        token = max(start, token_seconds(shape, gpu, min(at_once, rows), row))
+        token = max(start, token_seconds(shape, gpu, min(at_once, rows), row, weight))
         playing = batches * args.max_completion_length * token
     work = of_all / processes * row * (8 if args.use_vllm else 6) * shape.parameters
     parts = count_micro_batches(args, processes)
     live = parts * math.prod(levers(args, shape, like).values())
     start = shape.num_hidden_layers * TRAINING_START
     updating = live * max(work / parts / (gpu.flops * TRAINING_UTILIZATION), start)
-    blank = (parts - live if processes > 1 else 1) * start
-    return {"propose and solve" if args.teachers else "generate": playing, "log-probs and update": updating + blank}
+    updating += (parts - live if processes > 1 else 1) * start  # for blank rows
+    updating *= args.num_iterations
+    return {"propose and solve" if args.teachers else "generate": playing, "log-probs and update": updating}
 
 
-def token_seconds(shape: Shape, gpu: Gpu, rows: float, tokens: float) -> float:
-    """What a GPU needs for the next token of so many rows, each with so many in the cache."""
-    read = 2 * shape.parameters + rows * tokens * shape.cache_bytes_per_token
+def token_seconds(shape: Shape, gpu: Gpu, rows: float, tokens: float, weight: int = 2) -> float:
+    """
+    What a GPU needs for the next token of so many rows, each with so many in the cache; with so many bytes for a
+    `weight`, key or value.
+    """
+    read = weight * (shape.parameters + rows * tokens * shape.cache_bytes_per_token / 2)
     return max(read / gpu.bandwidth, rows * 2 * shape.parameters / gpu.flops) / DECODING_UTILIZATION
 
 
-def read_recipe(path: str, output_dir: str = "runs/budget", **changes: int) -> tuple[PopuLoRAConfig, MemberConfig]:
+def read_recipe(
+    path: str, output_dir: str = "runs/budget", processes: int = 1, **changes: int
+) -> tuple[PopuLoRAConfig, MemberConfig]:
     """
     Settings of a recipe, with these in the place of its own; no GPU is asked for. They are those of a dataset run if
-    the recipe names a dataset of prompts.
+    the recipe names a dataset of prompts, and only then they depend on the number of processes.
     """
+    own = yaml.safe_load(Path(path).read_text()) or {}
+    size = own.get("per_device_train_batch_size", PopuLoRAConfig.per_device_train_batch_size)
+    if processes > 1 and (own.get("dataset_name") or own.get("datasets")):
+        # One process settles the settings here. It gets micro-batches with the rows of all processes.
+        changes["per_device_train_batch_size"] = size * processes
     parser = TrlParser((TrainArguments, PopuLoRAConfig, MemberConfig, PromptArguments))
     no_gpu = ["--use_cpu", "true", "--bf16", "false", "--output_dir", output_dir]
     changed = [word for name, value in changes.items() for word in (f"--{name}", str(value))]
@@ -438,7 +458,10 @@ def read_recipe(path: str, output_dir: str = "runs/budget", **changes: int) -> t
     if not prompts.dataset_names:
         return args.for_game(), model
     loras = list_member_loras(model)
-    return args.for_prompts(len(loras) if isinstance(loras, list) else None), model
+    args = args.for_prompts(len(loras) if isinstance(loras, list) else None)
+    list_lora_configs(loras, args, prompts=True)  # refuses a list of another length
+    args.per_device_train_batch_size = size
+    return args, model
 
 
 def enlarge(path: str, members: int | None, world: int) -> tuple[PopuLoRAConfig, MemberConfig]:
@@ -446,12 +469,12 @@ def enlarge(path: str, members: int | None, world: int) -> tuple[PopuLoRAConfig,
     Settings of a recipe with so many members, in the game half of each role, and with at least one proposal of every
     teacher on each of so many processes.
     """
-    args, model = read_recipe(path)
+    args, model = read_recipe(path, processes=world)
     changes = {}
     if members is not None:
         halves = {"teachers": members // 2, "students": members // 2}
         changes = {"students": members} if is_dataset_run(args) else halves
-        args, model = read_recipe(path, **changes)
+        args, model = read_recipe(path, processes=world, **changes)
     if is_dataset_run(args) or args.proposals_per_teacher % world == 0:
         return args, model
     proposals = -(-args.proposals_per_teacher // world) * world
@@ -490,12 +513,12 @@ def main() -> None:
     rank, step = widest_rank(model), "generation" if is_dataset_run(args) else "step"
     print(f"{model.model_name_or_path}: {shape.parameters / 1e6:.0f} M parameters, ", end="")
     print(f"{shape.adapter_parameters(rank) / 1e6:.1f} M per member of rank {rank}")
-    print(f"{count_members(args)} members, {count_rows(args, world)} rows a {step}, ", end="")
+    print(f"{count_members(args)} members, {args.generation_batch_size} rows a {step}, ", end="")
     print(f"{parts} micro-batches per process\n")
     print_memory(args, columns)
     engines, total = engines_of(args, world), None
     if first.engine_fits:
-        at = (engines, world, first.cache_tokens, like, model.load_in_4bit)
+        at = (engines, world, first.cache_tokens, like, model.load_in_4bit, weight_bytes(args, model))
         total = print_seconds(args, shape, like, seconds(args, shape, gpu, *at), step)
     if options.nodes > 1:
         served = engines if args.use_vllm and args.vllm_mode == "server" else 0
@@ -542,7 +565,8 @@ def print_seconds(args: PopuLoRAConfig, shape: Shape, like: Rows, phases: dict[s
     """What a `step` takes, phase by phase; returns all of it."""
     total = sum(phases.values())
     print(f"Seconds a {step}: {', '.join(f'{name} {value:.0f}' for name, value in phases.items())}", end="")
-    generations = args.max_steps / args.optimizer_steps_per_generation if is_dataset_run(args) else args.max_steps
+    micro_batches = args.max_steps * args.gradient_accumulation_steps
+    generations = micro_batches / (args.steps_per_generation * args.num_iterations)
     print(f"; {args.max_steps} steps take {generations * total / 3600:.1f} hours" if args.max_steps > 0 else "")
     print("Log-probs and update are multiplied by ", end="")
     print(" and ".join(f"{value:.2f} ({name})" for name, value in levers(args, shape, like).items()))

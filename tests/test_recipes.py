@@ -350,7 +350,7 @@ class TestBudget:
     def test_a_recipe_with_a_dataset_has_the_rows_and_members_of_its_run(self, sweep, monkeypatch, capsys):
         args, model = read_recipe(str(sweep))
         assert (args.teachers, args.students, args.max_completion_length) == (0, 4, 512)
-        assert budget.count_rows(args, 1) == args.generation_batch_size == 32
+        assert args.generation_batch_size == 32
         shape, gpu = SHAPES[model.model_name_or_path], GPUS["H200"]
         in_bf16 = memory(args, model, shape, gpu, 1, 300)
         assert in_bf16.held["members, gradients, Adam"] == 16 * 4 * shape.adapter_parameters(32), "of the largest rank"
@@ -358,6 +358,10 @@ class TestBudget:
         model.dtype = "float32"
         in_fp32 = memory(args, model, shape, gpu, 1, 300)
         assert in_fp32.held["base"] == 2 * in_bf16.held["base"] == 4 * shape.parameters
+        args.generation_tokens = 10**6
+        assert memory(args, model, shape, gpu, 1, 300).playing == in_fp32.playing, "more than all rows have"
+        args.model_init_kwargs = {"dtype": "bfloat16"}
+        assert memory(args, model, shape, gpu, 1, 300).on_one_gpu == in_bf16.on_one_gpu, "these win"
         args.generation_tokens = 4 * (300 + 512)
         assert (
             memory(args, model, shape, gpu, 1, 300).playing["keys and values"]
@@ -378,6 +382,18 @@ class TestBudget:
         monkeypatch.setattr(sys, "argv", arguments)
         budget.main()
         assert "8 members, 128 rows a generation, 8 micro-batches per process" in capsys.readouterr().out
+        sweep.write_text(
+            sweep.read_text() + "per_device_train_batch_size: 2\ngeneration_batch_size: 8\nmax_steps: 10\n"
+        )
+        monkeypatch.setattr(sys, "argv", [*arguments[:-1], "4"])
+        budget.main()
+        told = capsys.readouterr().out
+        assert "8 members, 64 rows a generation, 8 micro-batches per process" in told
+        hours = float(re.search(r"10 steps take ([\d.]+) hours", told)[1])
+        sweep.write_text(sweep.read_text() + "gradient_accumulation_steps: 4\n")
+        budget.main()
+        longer = float(re.search(r"10 steps take ([\d.]+) hours", capsys.readouterr().out)[1])
+        assert longer == pytest.approx(4 * hours, abs=0.3), "a step takes four generations"
 
     @pytest.mark.parametrize(
         ("arguments", "told"),
