@@ -296,16 +296,21 @@ def memory(args: PopuLoRAConfig, model: ModelConfig, shape: Shape, gpu: Gpu, pro
         "members, gradients, Adam": per_parameter * adapters,
         "reserve": RESERVE,
     }
-    update = {
-        "checkpoints between layers": weight * tokens * shape.hidden_size * shape.num_hidden_layers,
-        "one layer, recomputed": tokens * shape.layer_bytes_per_token,
-        "members of that layer, stacked": 8 * adapters / shape.num_hidden_layers,
+    saved, layers = tokens * shape.layer_bytes_per_token / 2, shape.num_hidden_layers
+    if args.gradient_checkpointing:
+        checkpoints = weight * tokens * shape.hidden_size * layers
+        update = {"checkpoints between layers": checkpoints, "one layer, recomputed": 2 * saved}
+    else:
+        update = {"what all layers save": saved * layers, "gradients of one layer": saved}
+    kept = 1 if args.gradient_checkpointing else layers  # layers whose own copies of weights wait for the backward
+    update |= {
+        "members of that layer, stacked" if kept == 1 else "members, stacked": 8 * adapters * kept / layers,
         "head, in TRL's tiles": 2 * 4096 * 32768 + 4 * tokens * shape.hidden_size,
     }
     if model.load_in_4bit:  # the largest weight, once more as its transpose
         update["a weight in bf16"] = 2 * 2 * shape.hidden_size * shape.intermediate_size
     elif weight == 4:  # autocast rounds all weights of a layer, and the backward needs them
-        update["weights of that layer in bf16"] = 2 * shape.linear_parameters / shape.num_hidden_layers
+        update["rounded weights"] = 2 * shape.linear_parameters * kept / layers
     if not args.use_vllm:
         playing = generation(args, shape, adapters / members, prompt, args.generation_batch_size // processes, weight)
         fullest = sum(held.values()) + max(sum(update.values()), sum(playing.values()))

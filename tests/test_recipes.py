@@ -360,6 +360,11 @@ class TestBudget:
         assert in_fp32.held["base"] == 2 * in_bf16.held["base"] == 4 * shape.parameters
         args.generation_tokens = 10**6
         assert memory(args, model, shape, gpu, 1, 300).playing == in_fp32.playing, "more than all rows have"
+        args.gradient_checkpointing = False
+        kept, recomputed = memory(args, model, shape, gpu, 1, 300).update, in_fp32.update
+        assert kept["what all layers save"] == 28 * recomputed["one layer, recomputed"] / 2
+        assert kept["rounded weights"] == 28 * recomputed["rounded weights"] == 2 * shape.linear_parameters
+        args.gradient_checkpointing = True
         args.model_init_kwargs = {"dtype": "bfloat16"}
         assert memory(args, model, shape, gpu, 1, 300).on_one_gpu == in_bf16.on_one_gpu, "these win"
         args.generation_tokens = 4 * (300 + 512)
