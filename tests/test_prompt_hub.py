@@ -232,6 +232,11 @@ class TestCommands:
         assert f"{run} {told}" in str(stop.value)
         assert "\n" not in str(stop.value)
 
+    def test_nothing_is_pushed_if_a_part_is_refused(self, hub, run):
+        with pytest.raises(SystemExit, match="was trained on a dataset of prompts"):
+            cli.main(["push", run, "--repo", "me/half", "--archive_repo", "me/tasks"])
+        assert not hub.repos
+
     def test_held_out_tasks_are_refused_in_one_line(self, trained, tmp_path, monkeypatch):
         monkeypatch.syspath_prepend(RECIPES)
         import score_held_out

@@ -286,8 +286,12 @@ def report(arguments: Sequence[str]) -> None:
 def push(arguments: Sequence[str]) -> None:
     """Uploads a run, its archive or its report to the Hub, or several of these."""
     from trl_populora.hub.push import push_archive, push_run, push_space
+    from trl_populora.run.read import read_population
+    from trl_populora.run.saved_population import check_plays
 
     (options,) = _parse(PushArguments, "push", arguments)
+    if options.archive_repo is not None:  # refused before anything is uploaded
+        check_plays(options.run, read_population(options.run))
     push_page = partial(push_space, model=options.repo)
     uploads = (push_run, options.repo), (push_archive, options.archive_repo), (push_page, options.space)
     if not any(repo for _, repo in uploads):

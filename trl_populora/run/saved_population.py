@@ -74,9 +74,9 @@ UPDATE = (
 )
 _LORA_FIELDS = ("r", "lora_alpha", "use_rslora", "target_modules", *_PATTERNS)
 
+_BEGINNINGS = {"init", "warm_start"}  # operators after which equal parents mean equal adapters
 # A resume restores optimizer, schedule, generators and archive from the checkpoint. If a resume changed one of these
 # settings, the change would have no effect, or only half of one.
-_BEGINNINGS = {"init", "warm_start"}  # operators after which equal parents mean equal adapters
 _DECIDED_BY_CHECKPOINT = (
     "learning_rate",
     "teacher_learning_rate",
