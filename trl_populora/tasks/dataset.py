@@ -95,7 +95,9 @@ def _find_fault(source: str, error: Exception) -> str:
     return str(error.__cause__ or error)
 
 
-def read_given_tasks(seed_tasks: str | None, eval_tasks: str | None, kinds: Sequence[str], style: str):
+def read_given_tasks(
+    seed_tasks: str | None, eval_tasks: str | None, kinds: Sequence[str], style: str
+) -> tuple[Dataset | None, Dataset | None]:
     """
     Reads the tasks that a run begins with, and its held-out tasks.
 
