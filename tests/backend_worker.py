@@ -13,6 +13,7 @@ goes to `OUTPUT/SCENARIO/rank_N.pt`:
 - `resume`, `resume quantised` and `resume bf16` play a game straight, and again cut in two by a checkpoint;
 - `groups` are runs in which one role stays or is not there, or one adapter plays both;
 - `evaluate` is one evaluation on held-out tasks;
+- `answers` are those of two members, at temperatures of their own, in an evaluation of a dataset run;
 - `mends` is a trainer's way through faults that were mended;
 - `own` is a game whose pairs and advantages are a user's own functions, which say something else on each rank;
 - `shard` is FSDP2, which needs no trainer;
@@ -40,6 +41,8 @@ from tests import fsdp_worker, held_out_worker, mends, populora_run
 from tests.fixed_rows import POPULATION, TEACHERS, play_fixed_rows
 from tests.launching import leave
 from tests.mends import why_refused
+from tests.prompt_runs import QUESTIONS, brief
+from tests.small_run import QUIET, small_lora
 from trl_populora.config import PopuLoRAConfig
 from trl_populora.lora import members as lora_members
 from trl_populora.lora.members import (
@@ -429,6 +432,38 @@ def evaluate(base: str, output: str) -> dict:
         os.mkdir, os.rmdir = make, remove
 
 
+def answers(base: str, output: str) -> dict:
+    """
+    The answers of an evaluation before the first step. Each process has two of the four attempts at a prompt; under
+    ZeRO-3 the first batch of one has the first member's rows alone, and that of the other rows of both.
+    """
+    attempts, batch = (2, 4) if launched_by_deepspeed() else (4, 2)
+    args = PopuLoRAConfig(
+        output,
+        **QUIET | {"max_steps": 1, "max_completion_length": 8, "gradient_checkpointing": False, "ddp_timeout": 180},
+        temperature=[0.7, 1.3],
+        per_device_train_batch_size=2,
+        num_generations=2,
+        num_generations_eval=attempts,
+        per_device_eval_batch_size=batch,
+        eval_strategy="steps",
+        eval_on_start=True,
+        save_rollouts=False,
+    )
+    trainer = PopuLoRATrainer(base, brief, args, QUESTIONS, QUESTIONS.select(range(3)), peft_config=small_lora())
+    generate, seen = trainer._generate_rows, []
+
+    def note(prompts: list, members: list, seeds=None) -> list:
+        found = generate(prompts, members, seeds)
+        if not trainer.model.training:
+            seen.extend((*asked, each.completion_ids) for *asked, each in zip(prompts, members, found, strict=True))
+        return found
+
+    trainer._generate_rows = note
+    trainer.train()
+    return identity(trainer) | {"answers": seen}
+
+
 def go_through_mends(base: str, output: str) -> dict:
     """A trainer's way through faults that were mended."""
     made = []
@@ -519,6 +554,7 @@ SCENARIOS = {
     "resume bf16": resume_bf16,
     "groups": groups,
     "evaluate": evaluate,
+    "answers": answers,
     "mends": go_through_mends,
     "own": own,
     "shard": shard,

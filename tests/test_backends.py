@@ -10,6 +10,7 @@ import functools
 import json
 import os
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -34,11 +35,11 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.early]
 
 COMMON = ["replace", "evolve", "pool", "plain", "broken", "savings", "resume bf16"]
 SCENARIOS = {
-    "ddp": [*COMMON, "groups", "mends", "resume", "evaluate", "own", "shard"],
+    "ddp": [*COMMON, "groups", "mends", "resume", "evaluate", "answers", "own", "shard"],
     "zero1": ["replace", "broken"],
     "offload": ["broken"],
     "zero2": [*COMMON, "groups", "mends", "resume", "half", "unwritable"],
-    "zero3": [*COMMON, "half"],
+    "zero3": [*COMMON, "answers", "half"],
 }
 
 
@@ -298,6 +299,16 @@ def test_an_evaluation_gives_the_figures_of_one_process(runs, base, tmp_path):
     assert together | seconds == alone | seconds
     assert 0 < alone["eval_solve_rate_mean"] < 1
     assert "eval_student_1/solve_rate" in alone
+
+
+@only("ddp", "zero3")
+def test_processes_share_the_answers_of_an_evaluation_and_draw_different_ones(runs):
+    drawn = Counter()
+    for rank in runs["answers"]:
+        drawn.update({(prompt, member, tuple(ids)) for prompt, member, ids in rank["answers"]})
+    questions = {(prompt, member) for prompt, member, _ in drawn}
+    assert len(questions) == 6
+    assert max(drawn.values()) == 1, "two processes have drawn the same answer"
 
 
 @only("ddp")

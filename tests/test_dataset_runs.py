@@ -18,7 +18,7 @@ from tests import glossary
 from tests.glossary import table
 from tests.launching import launch, run_script
 from tests.populora_run import ON_PROMPTS, assert_files_equal
-from tests.prompt_runs import QUESTIONS
+from tests.prompt_runs import QUESTIONS, SETTINGS, Judge
 from tests.recipe_runs import PROMPTS, ROOT
 from tests.small_run import QUIET, small_lora
 from trl_populora import PopuLoRATrainer, cli
@@ -197,6 +197,20 @@ class TestRun:
                 each for each in page if each not in functions
             ]
             assert [name for name, _ in columns if name.startswith("rewards/")] == ["rewards/brief", "rewards/vowels"]
+
+    def test_rollouts_of_a_step_have_the_rows_of_all_its_generations(self, random_base, tmp_path):
+        judge = Judge()
+        options = {"steps_per_generation": 1, "gradient_accumulation_steps": 2, "max_steps": 3, "students": 2}
+        args = PopuLoRAConfig(str(tmp_path), **(SETTINGS | options))
+        trainer = PopuLoRATrainer(random_base, [judge], args, QUESTIONS, peft_config=small_lora())
+        trainer.train()
+        assert len(judge.calls) == 6
+        rows = [row for path in sorted(tmp_path.glob("rollouts/*.parquet")) for row in pq.read_table(path).to_pylist()]
+        told = [(row["prompt"], row["completion"]) for row in rows]
+        assert told == [
+            pair for call in judge.calls for pair in zip(call["prompts"], call["completions"], strict=True)
+        ]
+        assert [row["step"] for row in rows] == [step for step in (1, 2, 3) for _ in range(16)]
 
     def test_the_table_compares_rewards_and_ratings(self, run, capsys):
         print_population(run)

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from statistics import fmean
 
+import pyarrow.parquet as pq
 import pytest
 from transformers import TrainerCallback
 
@@ -67,6 +68,85 @@ def test_the_members_that_were_best_are_loaded_and_lie_at_the_root_also_one_that
         assert (tmp_path / weights).read_bytes() == (checkpoint / weights).read_bytes()
     root = Path(tmp_path, "adapter_model.safetensors").read_bytes()
     assert root == Path(tmp_path, "members/student_2/adapter_model.safetensors").read_bytes()
+
+
+def assert_described_as_evaluated(trainer: PopuLoRATrainer, found: dict[str, float]) -> None:
+    """The rewards in `population.json` are those of this evaluation alone."""
+    for member in trainer.describe()["members"]:
+        assert member["eval_reward"] == found[f"eval_member/{member['seat']}/reward"]
+
+
+def test_an_evaluation_of_the_best_weights_is_not_mixed_with_that_of_the_last(random_base, tmp_path):
+    every_step = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    first = {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "greater_is_better": False}
+    trainer = build(random_base, tmp_path, Rising(), max_steps=2, evolve_every=0, **every_step, **first)
+    trainer.train()
+    assert trainer.state.best_global_step == 1
+    assert_described_as_evaluated(trainer, trainer.evaluate())
+
+
+def test_an_evaluation_of_an_earlier_training_does_not_count_at_the_same_step(random_base, tmp_path):
+    trainer = build(random_base, tmp_path, Rising(), max_steps=2, evolve_every=0, eval_strategy="steps", eval_steps=2)
+    trainer.train()
+    trainer.train()
+    (last,) = [entry for entry in trainer.state.log_history if "eval_reward" in entry]
+    assert_described_as_evaluated(trainer, last)
+
+
+class Rising:
+    """A reward function that pays more at each call."""
+
+    __name__ = "rising"
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, completion_ids, **columns):
+        self.calls += 1
+        return [self.calls + len(ids) / 10 for ids in completion_ids]
+
+
+def test_tables_of_completions_have_the_rows_of_training_alone(random_base, tmp_path):
+    """As `docs/options.md` says. An evaluation's rows have no member there, so the columns had different lengths."""
+    options = {"students": 1, "max_members": 2, "evolve_every": 0, "max_steps": 3, "num_generations": 2}
+    logged = {"log_completions": True, "eval_strategy": "steps", "eval_steps": 1, "steps_per_generation": 2}
+    trainer = build(random_base, tmp_path, brief, **options, **logged)
+    trainer.train()
+    tables = [pq.read_table(path).to_pydict() for path in sorted(tmp_path.glob("completions/*.parquet"))]
+    assert len(tables) == 3
+    rows = trainer.args.per_device_train_batch_size * 2
+    assert [len(table["prompt"]) for table in tables] == [rows] * 3
+    assert {member for table in tables for member in table["member"]} == {"student_0"}
+
+
+def test_a_metric_of_ones_own_has_its_name_in_an_evaluation(random_base, tmp_path):
+    def paid(completion_ids, log_metric, **columns):
+        log_metric("acc", 0.5)
+        return [len(ids) / 10 for ids in completion_ids]
+
+    trainer = build(random_base, tmp_path, paid, max_steps=1, evolve_every=0)
+    assert trainer.evaluate()["eval_acc"] == 0.5
+    assert not any("log_metric" in key for entry in trainer.state.log_history for key in entry)
+
+
+def test_a_loader_that_is_kept_asks_the_members_that_there_are(random_base, tmp_path):
+    workers = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+    options = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 3, "evolve_every": 0, "max_members": 5}
+    trainer = build(random_base, tmp_path, brief, per_device_eval_batch_size=6, **options, **workers)
+
+    class Change(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                trainer.remove_member("student_0")
+            if state.global_step == 2:
+                trainer.add_member("student_4")
+
+    trainer.add_callback(Change())
+    trainer.train()
+    evaluations = [entry for entry in trainer.state.log_history if "eval_reward" in entry]
+    asked = [list_rewards(entry, "eval_").keys() for entry in evaluations]
+    everybody = {f"student_{n}" for n in range(4)}
+    assert asked == [everybody, everybody - {"student_0"}, everybody - {"student_0"} | {"student_4"}]
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,19 @@ def test_rewards_that_are_all_none_end_the_first_step(random_base, tmp_path):
         trainer.train()
 
 
+def test_rewards_that_are_all_none_do_not_end_a_resumed_run(random_base, tmp_path):
+    """As they do not end a run that is not interrupted, once a function has judged."""
+
+    def falls_silent(completions, trainer_state, **columns):
+        return [None if trainer_state.global_step > 1 else float(place % 2) for place in range(len(completions))]
+
+    options = {"functions": falls_silent, "model": random_base, "save_strategy": "steps", "save_steps": 2}
+    build(tmp_path, max_steps=2, **options).train()
+    resumed = build(tmp_path, max_steps=3, **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 3
+
+
 def test_async_and_partial_functions_reward(random_base, tmp_path):
     async def later(completion_ids, **columns):
         return [float(len(ids)) for ids in completion_ids]

@@ -9,14 +9,15 @@ the order of its phases.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import logging
 import math
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,7 @@ class PopuLoRATrainer(HubTrainer):
     _reached = 0  # optimizer steps of the checkpoint that training goes on from
     _resumed: checkpoint.RankState | None = None  # from a checkpoint; kept until its loss is taken over
     _best_step: int | None = None  # step of the best checkpoint, once it is loaded at the end
+    _rolled_out: int | None = None  # the optimizer step to whose rollouts rows were written last
 
     def __init__(
         self,
@@ -435,11 +437,13 @@ class PopuLoRATrainer(HubTrainer):
         try:
             self._check_deepspeed()
             self._open()
-            self._best_step = None
+            self._best_step, self._rolled_out = None, None
             self._forget_unfinished_step()
-            if self.held_out is not None and self.state.global_step:
-                # Steps are counted anew, so an old rate would pass for one of this training.
-                self.held_out.forget_rates()
+            if self.state.global_step:  # steps are counted anew, so an old figure would pass for one of this training
+                if self.held_out is not None:
+                    self.held_out.forget_rates()
+                if self.scores is not None:
+                    self.scores.forget_evaluation()
             with self.directory, StopAtSignals(self):
                 found = self.directory.claim(resume_from_checkpoint)
                 self._reached = 0 if found is None else read_population(found)["step"]
@@ -591,10 +595,14 @@ class PopuLoRATrainer(HubTrainer):
             start.check_reward_arguments(self.reward_funcs, {"eval_dataset": tables})
             tables = expand_by_member(tables, self.population.adapters)
         start.check_eval_batch(self.args, self.num_generations_eval)
+        # With `dataloader_persistent_workers` transformers keeps a loader, and with it the members that there were.
+        self._eval_dataloaders: dict[str, Any] = {}
         self._evaluated.clear()
         self._table = prefix.removeprefix("eval").removeprefix("_")
-        # Seeded apart, so that training draws the same numbers with and without evaluations.
-        with pause_training(self.model), seed_samples([self.args.seed]):
+        # Seeded apart, so that training draws the same numbers with and without evaluations. As in TRL, each process
+        # has a seed of its own: several may hold attempts at one prompt.
+        seeded = seed_samples([self.args.seed + self.accelerator.process_index])
+        with pause_training(self.model), seeded, self._keep_completion_logs():
             return super().evaluate(tables, ignore_keys, prefix)
 
     def _note_evaluated(self, inputs: list[dict[str, Any]], rewards: torch.Tensor) -> None:
@@ -837,12 +845,16 @@ class PopuLoRATrainer(HubTrainer):
             with self.router.route_to(members):
                 return self._generate_single_turn(prompt_ids, None, {}, 1)[0]
         completions: list[list[int]] = [[]] * len(members)
-        for temperature in sorted({*temperatures}):
+        # Processes that share the base generate together, so each makes a call for every temperature. In an evaluation
+        # a process may have no row of a temperature. Then its first row is completed for nothing.
+        every = {*self._temperatures, self.temperature} if self._sharded else {*temperatures}
+        for temperature in sorted(every):
             own = [row for row, each in enumerate(temperatures) if each == temperature]
+            asked = own or [0]
             sampling = start.replace_attributes(self.generation_config, temperature=temperature)
-            with sampling, self.router.route_to([members[row] for row in own]):
-                found = self._generate_single_turn([prompt_ids[row] for row in own], None, {}, 1)[0]
-            for row, completion in zip(own, found, strict=True):
+            with sampling, self.router.route_to([members[row] for row in asked]):
+                found = self._generate_single_turn([prompt_ids[row] for row in asked], None, {}, 1)[0]
+            for row, completion in zip(own, found, strict=False):
                 completions[row] = completion
         return completions
 
@@ -907,9 +919,11 @@ class PopuLoRATrainer(HubTrainer):
             self._logs[column].clear()  # TRL has just put its own values in
             self._logs[column].extend(values)
         if self.args.save_rollouts:
+            step = self.state.global_step + 1
             records.write_rollouts(
                 self.args.output_dir,
-                step=self.state.global_step + 1,
+                step=step,
+                append=step == self._rolled_out,  # an optimizer step may take the rows of several generations
                 rank=(self.accelerator.process_index, self.accelerator.num_processes),
                 population=self.population,
                 rows=played.rows,
@@ -917,7 +931,21 @@ class PopuLoRATrainer(HubTrainer):
                 advantages=mine.advantages.tolist(),
                 by_function=self._list_rewards() if self.game is None else None,
             )
+            self._rolled_out = step
         return output | {"advantages": mine.advantages, "member": mine.members, "member_factor": mine.factors}
+
+    @contextmanager
+    def _keep_completion_logs(self) -> Iterator[None]:
+        """
+        Keeps the rows of an evaluation out of TRL's tables of completions. They would stand there beside the members
+        and the advantages of training's rows.
+        """
+        kept = copy.deepcopy(self._logs)
+        try:
+            with start.replace_attributes(self, log_completions=False):
+                yield
+        finally:
+            self._logs = kept
 
     def _clear_completion_logs(self) -> None:
         """
@@ -1340,6 +1368,8 @@ class PopuLoRATrainer(HubTrainer):
         row_class = PromptRow if self.game is None else Row
         self.played = Played([], []) if state.played is None else Played.from_state(state.played, row_class)
         self._metrics["train"].update(state.metrics)
+        if isinstance(self.scorer, PromptScorer):
+            self.scorer.judges = True  # a run whose first rewards are all missing has no checkpoint
         self._resumed = state
 
     def _load_rng_state(self, checkpoint):
@@ -1353,9 +1383,9 @@ class PopuLoRATrainer(HubTrainer):
         super()._log_metric(LOG_METRIC + name, value)
 
     def log(self, logs, start_time=None):
-        if self.model.training:  # an evaluation amid training logs nothing of training
-            name_own_metrics(self._metrics["train"], logs)
-        elif self._evaluated:
+        training = self.model.training  # an evaluation amid training logs nothing of training
+        name_own_metrics(self._metrics["train" if training else "eval"], logs)
+        if not training and self._evaluated:
             self._log_evaluated()
         super().log(logs, start_time)
 

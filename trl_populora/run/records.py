@@ -39,6 +39,7 @@ def write_rollouts(
     rewards: Sequence[float],
     advantages: Sequence[float],
     by_function: Mapping[str, Sequence[float]] | None = None,
+    append: bool = False,
 ) -> Path:
     """
     Writes the rows of one step, with reward and advantage: proposals and attempts, or the answers of a dataset run.
@@ -58,6 +59,7 @@ def write_rollouts(
         rows: Rows of this rank, shape `[R]`.
         rewards, advantages: Reward and advantage of each row, shape `[R]`.
         by_function: In a dataset run, the rewards of each reward function by its name, each `[R]`.
+        append: Whether the rows come behind those that the step's file has already.
 
     Returns:
         `Path`: The file. It appears whole or not at all.
@@ -79,6 +81,8 @@ def write_rollouts(
     suffix = f"-rank{rank[0]}" if rank[1] > 1 else ""
     path = Path(output_dir, "rollouts", f"step_{step:05d}{suffix}.parquet")
     path.parent.mkdir(parents=True, exist_ok=True)
+    if append:
+        table = pa.concat_tables([pq.read_table(path), table])
     with write_whole(path) as unfinished:
         pq.write_table(table, unfinished, compression="zstd")
     return path

@@ -70,14 +70,14 @@ class PromptScorer(Scorer):
         super().__init__(**others)
         self.attempts, self.optimizer_steps = attempts, optimizer_steps
         self.rows_of_all, self.micro_batches_of_all = rows_of_all, micro_batches_of_all
-        self._judges = False  # whether any reward function has given a number since training began
+        self.judges = False  # whether any reward function has given a number since training began
 
     def _weigh_rewards(self, played: Played, members_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
         rewards_R = sum_rewards(played.rewards, self.reward_weights)
         # Until a reward function has given a number, a generation without numbers is an error. Later all rows of such
         # a generation get advantage 0, as in TRL.
-        self._judges = self._judges or not bool(rewards_R.isnan().all())
-        if not self._judges:
+        self.judges = self.judges or not bool(rewards_R.isnan().all())
+        if not self.judges:
             raise ValueError(
                 f"The reward functions judged none of the {len(rewards_R)} completions of this step: every one gave "
                 "None or NaN for each. At least one function must give a number."
@@ -197,6 +197,10 @@ class MemberScores:
         names = dict.fromkeys(name for table in self._tables for name in table)
         self.evaluated = {name: fmean(table[name] for table in self._tables if name in table) for name in names}
 
+    def forget_evaluation(self) -> None:
+        """Forgets the last evaluation and its step, because a second training counts its steps from 0 again."""
+        self.evaluated, self.step, self._tables = {}, -1, []
+
     def describe(self, member: Member) -> dict[str, Any]:
         """Returns a member's mean rewards and the step of the evaluation, for `population.json`; `None` if unknown."""
         return {
@@ -222,6 +226,7 @@ class MemberScores:
         # that none is reported as a member that never learned.
         self.learned = dict(state.get("learned", dict.fromkeys(self.trained, True)))
         self.step = int(state["step"])
+        self._tables = []  # what was evaluated here until now was of other weights
 
 
 def measure_members(
