@@ -269,10 +269,6 @@ def is_dataset_run(args: PopuLoRAConfig) -> bool:
     return args.max_members is not None  # the game refuses this option, a dataset run settles it
 
 
-def count_members(args: PopuLoRAConfig) -> int:
-    return args.max_members or args.teachers + args.students
-
-
 def count_micro_batches(args: PopuLoRAConfig, processes: int) -> int:
     """Micro-batches of each process in which the rows of a step, or of a dataset run's generation, are trained on."""
     return args.steps_per_generation if is_dataset_run(args) else args.micro_batches(processes)
@@ -286,7 +282,7 @@ def prompt_tokens(references: int, longest: bool) -> int:
 
 def memory(args: PopuLoRAConfig, model: ModelConfig, shape: Shape, gpu: Gpu, processes: int, prompt: int) -> Budget:
     """What a GPU holds; rows of like length share a micro-batch, so its completions are as long as they may be."""
-    members, rank = count_members(args), widest_rank(model)
+    members, rank = args.seats, widest_rank(model)
     adapters, weight = members * shape.adapter_parameters(rank), weight_bytes(args, model)
     tokens = args.per_device_train_batch_size * (prompt + args.max_completion_length)
     # Alone: fp32 weight, gradient, two moments. ZeRO-2: bf16 weight and gradient, and a share of the fp32 rest.
@@ -518,7 +514,7 @@ def main() -> None:
     rank, step = widest_rank(model), "generation" if is_dataset_run(args) else "step"
     print(f"{model.model_name_or_path}: {shape.parameters / 1e6:.0f} M parameters, ", end="")
     print(f"{shape.adapter_parameters(rank) / 1e6:.1f} M per member of rank {rank}")
-    print(f"{count_members(args)} members, {args.generation_batch_size} rows a {step}, ", end="")
+    print(f"{args.seats} adapters, {args.generation_batch_size} rows a {step}, ", end="")
     print(f"{parts} micro-batches per process\n")
     print_memory(args, columns)
     engines, total = engines_of(args, world), None
@@ -527,7 +523,7 @@ def main() -> None:
         total = print_seconds(args, shape, like, seconds(args, shape, gpu, *at), step)
     if options.nodes > 1:
         served = engines if args.use_vllm and args.vllm_mode == "server" else 0
-        adapters = count_members(args) * shape.adapter_parameters(rank)
+        adapters = args.seats * shape.adapter_parameters(rank)
         print_nodes(args, adapters, Nodes(options.nodes, options.processes, parts, served), like, total)
     print(tell_fit(columns))
 

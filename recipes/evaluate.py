@@ -333,6 +333,11 @@ def write_tables(out: Path, found: dict[str, Any], told: dict[str, Figures], rol
     return page
 
 
+def _write_option(name: str, values: list[str]) -> list[str]:
+    """Writes an option as words of a command. A value that begins like an option needs the equals sign."""
+    return [f"--{name}={values[0]}"] if values[0].startswith("-") else [f"--{name}", *values]
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add, paper = parser.add_argument, list(BENCHMARKS)[:10]
@@ -347,7 +352,7 @@ def main(arguments: list[str] | None = None) -> None:
     given, words = parser.parse_args(arguments), []
     for name, value in vars(given).items():
         if name not in ("run", "compare", "out") and value != parser.get_default(name):
-            words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+            words += _write_option(name, [*map(str, value)] if isinstance(value, list) else [str(value)])
     root = fetch(given.run)
     saved, adapters = read_population(root), find_members(root, given.members)
     members, settings = list(adapters), saved.get("settings", {})

@@ -141,6 +141,23 @@ class TestRowsOfTheReplaced:
 
     ITERATIONS = {"num_iterations": 2, "lr_scheduler_type": "constant"}
 
+    def test_a_run_that_goes_on_with_another_replay_plays_once_a_step(self, base, tmp_path):
+        """A step has 28 rows with it, and 24 without."""
+        settings = {"per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 3, "evolve_every": 0}
+        make_trainer(base, str(tmp_path), settings | {"max_steps": 3}).train()
+        trainer, played = make_trainer(base, str(tmp_path), settings | {"max_steps": 6, "replay": 0.2}), []
+        assert trainer.args.rows_per_step == 28
+        play = trainer.rollout_func
+
+        def note(*given, **further):
+            played.append(trainer.state.global_step)
+            return play(*given, **further)
+
+        trainer.rollout_func = note
+        trainer.train(resume_from_checkpoint=True)
+        assert played == [3, 4, 5]
+        assert trainer._step == 6 * trainer.args.steps_per_generation
+
     def test_a_run_that_goes_on_with_another_number_of_processes_plays_after_every_event(self, base, tmp_path):
         class Resave(TrainerCallback):
             def on_save(self, args, state, control, **kwargs):

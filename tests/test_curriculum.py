@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +14,7 @@ from tests.countdown import GivenCountdown
 from tests.games import G, make_game, play, solve_by_plan
 from tests.small_run import small_args, small_trainer
 from trl_populora.assets import real_seed_tasks
+from trl_populora.hub.card import write_card
 from trl_populora.population.members import Population
 from trl_populora.population.ratings import Matchmaker
 from trl_populora.report.load import load_run, load_samples
@@ -164,6 +166,25 @@ def test_a_run_trains_evolves_and_resumes(run):
     assert run.population.names == ["student_0", "student_1"]
     assert [event["role"] for event in read_lines(f"{run.args.output_dir}/lineage.jsonl")] == ["student"]
     assert all(line["member/student_0/grad_norm"] > 0 for line in steps[-2:])
+
+
+def test_students_that_do_not_learn_are_told(random_base, tmp_path, monkeypatch, caplog):
+    """A random base writes no answer, so all attempts are worth the same."""
+    monkeypatch.setattr("trl_populora.run.callbacks.STEPS", 2)
+    given = [make_task("code_o", f"def f(a):\n    return a + {n}", inputs=[(1,)]).to_record() for n in range(4)]
+    options = {"teachers": 0, "task_kinds": ["code_o"], "max_steps": 3, "per_device_train_batch_size": 4}
+    small_trainer(random_base, given, output_dir=str(tmp_path), **options).train()
+    assert any("so students do not learn" in line for line in caplog.messages)
+
+
+def test_its_card_tells_of_no_teachers(run, tmp_path):
+    shutil.copytree(run.args.output_dir, tmp_path / "run")
+    write_card(tmp_path / "run", "me/curriculum")
+    card = (tmp_path / "run" / "README.md").read_text()
+    assert "2 students, LoRA adapters of rank 4" in card
+    assert "eacher" not in card.partition("## Members")[0]
+    assert "teachers=0, students=4, " in card
+    assert "train_dataset=..." in card
 
 
 def test_its_report_shows_what_there_is(run):

@@ -6,13 +6,11 @@ import contextlib
 
 import pytest
 import torch
-from transformers import (
-    Qwen3NextConfig,
-)
+from transformers import AutoModelForCausalLM, Qwen3NextConfig
 from transformers.cache_utils import DynamicLayer
 
 from trl_populora.generate import transformers as decoding
-from trl_populora.generate.transformers import SpareLayer, complete, complete_whole, why_no_rounds
+from trl_populora.generate.transformers import SpareLayer, complete, complete_whole, is_spread, why_no_rounds
 
 from .completions import BASES, ENDS, PROMPTS, base, check_distribution, check_members, generated, no_route, settings
 
@@ -143,6 +141,17 @@ def test_settings_that_begin_anew_with_every_round_keep_generation_whole(name, v
     assert complete_whole(model, prompts, [0], no_route, config) == whole
     assert complete(model, prompts, [0], no_route, config) != whole
     assert name in why_no_rounds(BASES["Llama"], config, sharded=False)
+
+
+def test_a_base_on_several_devices_makes_all_tokens_in_one_call(random_base):
+    """Its cache lies on several devices, too, where `complete` would look for all of it on one."""
+    base = AutoModelForCausalLM.from_pretrained(random_base)
+    assert not is_spread(base)
+    base.hf_device_map = {"model": "cpu", "lm_head": "cpu"}
+    assert not is_spread(base)
+    base.hf_device_map = {"model": "cpu", "lm_head": "disk"}
+    assert is_spread(base)
+    assert "several devices" in why_no_rounds(base.config, settings(), sharded=False, spread=True)
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ def test_what_is_pushed_has_the_best_students_figures_and_the_command(root, foun
     assert (gsm8k.value, gsm8k.base) == (found["scores"]["gsm8k"]["student_0"], found["scores"]["gsm8k"]["base"])
     assert (gsm8k.questions, gsm8k.dataset, mbpp.dataset) == (12, "openai/gsm8k", None)
     assert gsm8k.revision.startswith("sha256:")
-    options = ["--benchmarks", "aime24", *QUESTIONS, "--max_tokens", "200", "--server_args", FLAGS]
+    options = ["--benchmarks", "aime24", *QUESTIONS, "--max_tokens", "200", f"--server_args={FLAGS}"]
     assert shlex.split(gsm8k.how.strip("`")) == ["python", "recipes/evaluate.py", "me/scored", *options]
 
 

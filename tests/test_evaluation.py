@@ -17,12 +17,15 @@ from trl import GRPOConfig
 
 from tests.games import PROPOSALS, Ranks, make_game, proposal, solve_by_plan
 from tests.populora_run import SETTINGS, make_trainer
+from tests.small_run import small_args
 from trl_populora import cli
 from trl_populora.config import PopuLoRAConfig
 from trl_populora.evaluate.cross_play import Payoff, assemble, choose_prefixes, cross_play, score_members, solve_rates
-from trl_populora.generate.player import make_sampling_config
+from trl_populora.generate.player import make_player, make_sampling_config
+from trl_populora.lora.layers import BASE_NAME, Router
 from trl_populora.lora.members import read_member, write_member
 from trl_populora.sandbox import Limits, Sandbox
+from trl_populora.start import load_base, load_tokenizer
 from trl_populora.step.player import Completion
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.dataset import read_tasks
@@ -118,6 +121,17 @@ class TestCrossPlay:
         assert math.isnan(payoff.by_teacher[0])
 
 
+def test_a_base_whose_tokenizer_has_no_token_for_padding_plays(random_base, tmp_path):
+    """As TRL's trainer pads it, with the end token."""
+    args = small_args(output_dir=str(tmp_path))
+    tokenizer = AutoTokenizer.from_pretrained(random_base)
+    tokenizer.pad_token = None
+    base = load_base(random_base, args)
+    player = make_player(base, load_tokenizer(base, tokenizer, args), Router(), [], args)
+    prompts = [[{"role": "user", "content": text}] for text in ("short", "a longer one")]
+    assert len(player.generate(prompts, [BASE_NAME] * 2)) == 2
+
+
 @pytest.fixture(scope="module")
 def runs(random_base, seed_tasks, tmp_path_factory):
     """A population of 2 + 2 and a single agent, trained for two steps."""
@@ -146,6 +160,19 @@ class TestSavedPopulations:
             live = read_member(contest.model, seat)
             assert saved.keys() == live.keys()
             assert all(torch.equal(saved[key], live[key]) for key in saved)
+
+    def test_contestants_have_adapters_on_the_layers_of_their_run(self, random_base, tmp_path):
+        lora = LoraConfig(
+            r=4, target_modules=["q_proj", "v_proj"], layers_to_transform=[1], exclude_modules=["v_proj"]
+        )
+        args = small_args(output_dir=str(tmp_path / "pair"), max_steps=1)
+        trainer = PopuLoRATrainer(random_base, None, args, peft_config=lora)
+        trainer.save_model()
+        trainer.close()
+        with assemble([str(tmp_path / "pair")], task_kinds=["code_o"]) as contest:
+            keys = read_member(contest.model, "student_0").keys()
+        assert keys
+        assert all("layers.1." in key and "q_proj" in key for key in keys)
 
     def test_contestants_sample_as_in_their_run(self, runs, tmp_path):
         """A file from before all of it was saved leaves the rest at the defaults."""

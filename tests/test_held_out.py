@@ -54,6 +54,23 @@ class TestScores:
             "pass_at_2": 0.75,
         }
 
+    def test_the_order_of_a_dict_does_not_make_another_task(self):
+        one, other = (
+            Task("code_o", "def f(d):\n    return len(d)", (encode((pairs,), ordered=True),), ("2",))
+            for pairs in ({"a": 1, "b": 2}, {"b": 2, "a": 1})
+        )
+        assert one.inputs != other.inputs
+        assert other in HeldOut({"": [one]}, 1, None, 0)
+
+    def test_a_best_metric_that_has_no_value_yet_does_not_end_the_run(self, base, tmp_path):
+        """Fewer than ten attempts of the base tell no gain at equal effort."""
+        best = {"metric_for_best_model": "gain_equal_effort", "save_strategy": "best", "max_steps": 2}
+        held_out = {"evaluated": HELD_OUT[1:3], "eval_strategy": "steps", "eval_steps": 1, "eval_attempts": 2}
+        trainer = make_trainer(base, str(tmp_path), held_out | best)
+        trainer.train()
+        assert "eval_gain_equal_effort" not in evaluations(trainer)[-1]
+        assert trainer.state.best_metric is None
+
     def test_best_student_is_by_held_out_rate_if_there_is_one(self):
         population = Population(1, 2)
         population["student_0"].mu = 40.0

@@ -376,7 +376,7 @@ class TestBudget:
         monkeypatch.setattr(sys, "argv", ["budget.py", str(sweep), "--prompt_tokens", "300", "--gpu", "RTX-4090"])
         budget.main()
         told = capsys.readouterr().out
-        assert "4 members, 32 rows a generation, 4 micro-batches per process" in told
+        assert "4 adapters, 32 rows a generation, 4 micro-batches per process" in told
         assert "| GiB on a training GPU | with the longest prompts |" in told
         assert re.search(r"^Seconds a generation: generate \d+, log-probs and update \d+; 100 steps take", told, re.M)
         assert re.search(r"\nFits.$|\nDoes not fit: the fullest moment with the longest prompts needs", told)
@@ -386,14 +386,14 @@ class TestBudget:
         arguments = ["budget.py", str(sweep), "--prompt_tokens", "300", "--members", "8", "--processes", "2"]
         monkeypatch.setattr(sys, "argv", arguments)
         budget.main()
-        assert "8 members, 128 rows a generation, 8 micro-batches per process" in capsys.readouterr().out
+        assert "8 adapters, 128 rows a generation, 8 micro-batches per process" in capsys.readouterr().out
         sweep.write_text(
             sweep.read_text() + "per_device_train_batch_size: 2\ngeneration_batch_size: 8\nmax_steps: 10\n"
         )
         monkeypatch.setattr(sys, "argv", [*arguments[:-1], "4"])
         budget.main()
         told = capsys.readouterr().out
-        assert "8 members, 64 rows a generation, 8 micro-batches per process" in told
+        assert "8 adapters, 64 rows a generation, 8 micro-batches per process" in told
         hours = float(re.search(r"10 steps take ([\d.]+) hours", told)[1])
         sweep.write_text(sweep.read_text() + "gradient_accumulation_steps: 4\n")
         budget.main()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 
+import numpy as np
 import pytest
 
 from trl_populora.sandbox import Sandbox
@@ -103,3 +104,14 @@ def test_chance_is_the_share_of_inputs_that_hit(program, given, least, most):
         chance, of_code_o = referee.chances([task, other])
     assert least <= chance <= most
     assert of_code_o == 0
+
+
+def test_a_chance_of_numpys_type_becomes_pythons_which_checkpoints_hold():
+    class Even(CodeO):
+        def chance(self, task):
+            return np.mean([0.25, 0.75])
+
+    with Sandbox(workers=1) as sandbox:
+        referee = Referee({"code_o": Even()}, sandbox, "compact")
+        (chance,) = referee.chances([Task("code_o", "def f(a):\n    return a", (encode((1,)),), ("1",))])
+    assert (type(chance), chance) == (float, 0.5)

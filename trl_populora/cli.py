@@ -279,7 +279,7 @@ def report(arguments: Sequence[str]) -> None:
     target = options.out or beside or run
     page = write_report(run, target, beside and options.run)
     # `populora train` draws this picture at its end. A script's run lacks it, and so does one that still trains.
-    picture = plot_run(run, Path(target, "run.png"))
+    picture = plot_run(run, Path(target, "run.png"), beside and options.run)
     _say(f"Report written to {page}, its picture to {picture}.")
 
 

@@ -538,6 +538,8 @@ def load_tokenizer(
             padding_side="left",
             truncation_side="left",
         )
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token  # as TRL's trainer does
     if template is not None:
         tokenizer.chat_template = template
     if converses and not getattr(tokenizer, "chat_template", None):

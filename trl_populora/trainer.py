@@ -349,7 +349,9 @@ class PopuLoRATrainer(HubTrainer):
         if not self.args.use_vllm:
             warn_of_unknown(given)
             decoding.check_parts(self.args.generation_tokens, self._sharded)
-            self._generates_whole = decoding.why_no_rounds(base.config, self.generation_config, self._sharded)
+            self._generates_whole = decoding.why_no_rounds(
+                base.config, self.generation_config, self._sharded, decoding.is_spread(base)
+            )
 
     def _start_vllm(self) -> None:
         from trl_populora.generate.vllm import make_vllm_generation  # needs packages that come with vLLM
@@ -631,16 +633,19 @@ class PopuLoRATrainer(HubTrainer):
         self._metrics["eval"].update({f"{table}{name}": [value] for name, value in figures.items()})
 
     def _determine_best_metric(self, metrics, trial):
-        # A figure without a value, as of an empty seat, is left out of the log. `Trainer` would end the run for it.
+        # A figure without a value, as of an empty seat or of a gain that no answers show, is left out of the log.
+        # `Trainer` would end the run for it.
         wanted = f"eval_{(self.args.metric_for_best_model or '').removeprefix('eval_')}"
         tables = [f"{name}_" for name in self.eval_dataset] if isinstance(self.eval_dataset, dict) else [""]
         names = ["reward_lead", "reward_lead_margin", "reward_best", "reward_worst"]
-        for seat in self.population.seats:
+        if self.game is not None:
+            names = ["gain_equal_effort"]
+        for seat in self.population.seats if self.game is None else ():
             names += [
                 f"member/{seat}/{name}" for name in ("reward", *map("rewards/{}".format, self.reward_func_names))
             ]
         ours = {f"eval_{table}{name}" for table in tables for name in names}
-        if wanted not in metrics and self.game is None and wanted in ours:
+        if wanted not in metrics and wanted in ours:
             return False
         return super()._determine_best_metric(metrics, trial)
 

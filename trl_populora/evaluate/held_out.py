@@ -26,7 +26,7 @@ from trl_populora.lora.layers import BASE_NAME
 from trl_populora.population.members import Member
 from trl_populora.step.player import Player
 from trl_populora.step.referee import Referee
-from trl_populora.tasks.archive import TaskArchive, read_task
+from trl_populora.tasks.archive import TaskArchive, read_task, sort_dictionaries
 from trl_populora.tasks.kind import Task, TaskKind
 from trl_populora.tasks.python.normal_form import normal_forms
 from trl_populora.tasks.python.programs import parse_function
@@ -352,7 +352,7 @@ def _key_question(task: Task) -> tuple:
     tree = parse_function(task.program)
     if tree is None:
         return task.kind, task.program, task.inputs, task.message
-    return normal_forms(tree)[0], tuple(sorted(task.inputs))
+    return normal_forms(tree)[0], tuple(sorted(map(sort_dictionaries, task.inputs)))
 
 
 def load_held_out(

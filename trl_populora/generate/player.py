@@ -81,9 +81,8 @@ def make_player(
     # The base's generation config is replaced, because `generate` takes from it what our config leaves at the default.
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     config = base.generation_config = make_sampling_config(base.generation_config, tokenizer, args)
-    complete = (
-        decoding.complete_whole if decoding.why_no_rounds(base.config, config, sharded=False) else decoding.complete
-    )
+    whole = decoding.why_no_rounds(base.config, config, sharded=False, spread=decoding.is_spread(base))
+    complete = decoding.complete_whole if whole else decoding.complete
 
     def generate(
         prompts: list[Messages], names: Sequence[str], seeds: Sequence[int] | None = None

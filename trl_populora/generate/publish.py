@@ -111,7 +111,8 @@ class Checksums:
             aligned = flat.numel() * size % 8 == 0 and flat.storage_offset() * size % 8 == 0
             bits = flat.view(integers[8 if aligned else size])
             sums.append((bits * self._factors(bits.numel(), bits.device)).sum())
-        return torch.stack(sums).tolist()  # so that one copy from the GPU brings the sums of all tensors
+        # So that one copy from the GPU brings the sums of all tensors. A base may lie on several GPUs.
+        return torch.stack([each.to(sums[0].device) for each in sums]).tolist()
 
     def _factors(self, count: int, device: torch.device) -> torch.Tensor:
         """

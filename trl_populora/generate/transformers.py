@@ -70,12 +70,19 @@ _FROM_THE_PROMPT = (
 )
 
 
-def why_no_rounds(model: PretrainedConfig, sampling: GenerationConfig, sharded: bool) -> str:
+def is_spread(base: PreTrainedModel) -> bool:
+    """Says whether a base lies on several devices. TRL spreads it so in one process that sees several GPUs."""
+    return len({*(getattr(base, "hf_device_map", None) or {}).values()}) > 1
+
+
+def why_no_rounds(model: PretrainedConfig, sampling: GenerationConfig, sharded: bool, spread: bool = False) -> str:
     """Says why `generate` has to make all tokens in one call; empty if rounds can make them."""
     layers = set(getattr(model.get_text_config(), "layer_types", None) or ())
     looking = [name for name in _FROM_THE_PROMPT if getattr(sampling, name, None)]
     if sharded:
         return "each rank holds a part of the base, so all ranks must make equally many forwards"
+    if spread:
+        return "the base lies on several devices, and so does its cache"
     if not layers <= _SELECTABLE:
         return f"single rows cannot be dropped from the cache of {', '.join(sorted(layers - _SELECTABLE))} layers"
     if sampling.cache_implementation:

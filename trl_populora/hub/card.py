@@ -126,6 +126,16 @@ the matches of the run; `born` is the optimizer step of birth.""",
     "numbers": "teachers=4, students=4",
     "given": "",
 }
+# A game without teachers, in which students attempt given tasks.
+CURRICULUM = GAME | {
+    "story": """\
+{students} students, LoRA adapters of rank {rank} on one frozen base ({base}), after
+{step} steps of trl-populora on [TRL](https://github.com/huggingface/trl). They solve given tasks
+of the kinds {kinds}, and programs decide which answers are right.""",
+    "others": "another number of students",
+    "numbers": "teachers=0, students=4",
+    "given": ", train_dataset=...",
+}
 PROMPTS = {
     "story": """\
 {members} LoRA adapters of rank {rank} on one frozen base ({base}), trained side by side with
@@ -212,9 +222,10 @@ def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, d
         **{key: value for key, value in known.items() if key in ("license", "language", "datasets")},
     )
     plays, lineage = "reward_functions" not in population, read_lines(root / "lineage.jsonl")
-    parts = GAME if plays else PROMPTS
+    teachers = sum(member["role"] == "teacher" for member in members)
+    parts = (GAME if teachers else CURRICULUM) if plays else PROMPTS
     facts = {
-        "teachers": sum(member["role"] == "teacher" for member in members),
+        "teachers": teachers,
         "students": sum(member["role"] == "student" for member in members),
         "members": len(members),
         "rank": population["lora"]["r"],

@@ -367,13 +367,14 @@ def draw_plots(run: Run, directory: Path, names: Sequence[str] | None = None) ->
     return drawn
 
 
-def plot_run(run: str | Path, path: str | Path | None = None) -> Path:
+def plot_run(run: str | Path, path: str | Path | None = None, name: str | None = None) -> Path:
     """
     Draws the most important pictures of a run into one PNG file.
 
     Args:
         run: The run's `output_dir`.
         path: The file; by default `run.png` in the run's directory.
+        name: The run's name in the title; by default that of its directory.
 
     Returns:
         The file.
@@ -381,7 +382,7 @@ def plot_run(run: str | Path, path: str | Path | None = None) -> Path:
     Raises:
         `ValueError`: If the run has not logged a step yet, or a file is broken.
     """
-    records = load_run(run)
+    records = load_run(run, name)
     shown = [plot for plot in OVERVIEW if plot.can_be_drawn(records)]
     rows = math.ceil(len(shown) / 2)
 

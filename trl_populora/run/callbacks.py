@@ -382,11 +382,12 @@ class Alarms(_Alarms):
         self.played = played
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        # With `num_iterations` above 1 some optimizer steps play no game, and their logs say nothing of proposals.
-        if not state.is_world_process_zero or PLAYED not in (logs or {}):
+        # With `num_iterations` above 1 some optimizer steps play no game, and their logs say nothing of it. Without
+        # teachers no log says anything of proposals.
+        if not state.is_world_process_zero or not {PLAYED, FLAT} & (logs or {}).keys():
             return
         step = state.global_step
-        if self._lasts("valid", step, logs[PLAYED] == 0, 1):
+        if self._lasts("valid", step, logs.get(PLAYED) == 0, 1):
             self._warn(
                 args,
                 "No valid proposal",

@@ -487,8 +487,8 @@ def load_game(
     Reads the state of the game, and the archive. Call it on every rank. A dataset run has no `game`.
 
     Returns:
-        [`RankState`]: State of this rank. If another number of processes saved the checkpoint, the state has no
-            buffered rows and nothing to log.
+        [`RankState`]: State of this rank. If another number of processes saved the checkpoint, or a step of the game
+            has another number of rows now, the state has no buffered rows and nothing to log.
 
     Raises:
         `ValueError`: If `population.json`, `game.json`, this rank's state or the archive is missing or broken, or if
@@ -497,12 +497,14 @@ def load_game(
     root = Path(directory)
     saved = read_population(root)
     processes = read_json(root / MANIFEST)["processes"]
-    same_processes = processes == args.world_size
+    # A changed `replay` changes the rows of a game, and so the micro-batches of a step.
+    parts = saved.get("settings", {}).get("gradient_accumulation_steps", args.gradient_accumulation_steps)
+    same_rows = game is None or parts == args.gradient_accumulation_steps
     load_stateful(root, stateful, None if game is None else game.archive)
     if game is not None:
         longer = (saved.get("settings", {}).get("max_completion_length") or 0) < (args.max_completion_length or 0)
         _check_archive(root, game, longer)
-    if same_processes:
+    if processes == args.world_size and same_rows:
         path = root / f"rank_state_{args.process_index}.pt"
         # With several ranks on one CPU the device is `cpu:0`, a name that `torch.load` does not know.
         place = "cpu" if device.type == "cpu" else device
@@ -520,13 +522,14 @@ def load_game(
                 f"{path} is of another version of this package ({error}). Resume with that version, or start a new "
                 "run with `warm_start`."
             ) from error
-    logger.warning(
-        "%s was saved by %d processes and is resumed by %d. Every rank samples anew, so this run differs from one "
-        "that was never interrupted. Rows that were to be trained on again are dropped.",
-        root,
-        processes,
-        args.world_size,
-    )
+    if processes != args.world_size:
+        logger.warning(
+            "%s was saved by %d processes and is resumed by %d. Every rank samples anew, so this run differs from one "
+            "that was never interrupted. Rows that were to be trained on again are dropped.",
+            root,
+            processes,
+            args.world_size,
+        )
     # The count of micro-batches goes on from the saved step. A game is played whenever the count reaches a multiple of
     # `num_iterations` steps. Evolution happens only at such a multiple, because a game must follow it. A count from 0
     # could put games elsewhere.

@@ -73,6 +73,7 @@ UPDATE = (
     "vllm_importance_sampling_correction",
 )
 _LORA_FIELDS = ("r", "lora_alpha", "use_rslora", "target_modules", *_PATTERNS)
+_LAYER_FIELDS = ("layers_to_transform", "layers_pattern", "exclude_modules")  # saved where they are set
 
 _BEGINNINGS = {"init", "warm_start"}  # operators after which equal parents mean equal adapters
 # A resume restores optimizer, schedule, generators and archive from the checkpoint. If a resume changed one of these
@@ -131,8 +132,8 @@ class Shape:
         """
         base, lora = model.get_base_model().config, find_widest([*model.peft_config.values()])
         values = {name: getattr(lora, name) for name in _LORA_FIELDS}
-        if not isinstance(values["target_modules"], str):
-            values["target_modules"] = sorted(values["target_modules"])
+        values |= {name: value for name in _LAYER_FIELDS if (value := getattr(lora, name)) is not None}
+        values = {name: sorted(value) if isinstance(value, (set, list)) else value for name, value in values.items()}
         quantization = getattr(base, "quantization_config", None)
         # A quantization config is compared with one from a JSON file. So it goes through JSON: tuples become lists.
         if quantization is not None:
@@ -252,7 +253,9 @@ def read_sampling(settings: Mapping[str, Any]) -> dict[str, Any]:
 def read_lora(saved: Mapping[str, Any]) -> LoraConfig:
     """Reads the LoRA settings of a saved population."""
     # Only names that a run saves: a stranger's file could have others, and some of PEFT's settings import modules.
-    return LoraConfig(**{name: value for name, value in saved["lora"].items() if name in _LORA_FIELDS})
+    return LoraConfig(
+        **{name: value for name, value in saved["lora"].items() if name in (*_LORA_FIELDS, *_LAYER_FIELDS)}
+    )
 
 
 def check_same_shape(root: Path, shape: Shape, members: Sequence[str] | None = None) -> dict[str, Any]:
@@ -279,7 +282,8 @@ def check_same_shape(root: Path, shape: Shape, members: Sequence[str] | None = N
         "base_config": f"Use the population's own base, {saved['base_model']!r}",
         "lora": "Use the population's own LoRA settings",
     }
-    for group, live in (("base_config", shape.base_config), ("lora", shape.lora)):
+    lora = dict.fromkeys(name for name in _LAYER_FIELDS if name in saved["lora"]) | shape.lora
+    for group, live in (("base_config", shape.base_config), ("lora", lora)):
         for name, value in live.items():
             if (found := saved[group].get(name, {} if name in _PATTERNS else None)) != value:
                 raise ValueError(

@@ -330,8 +330,9 @@ class Referee:
         other from blind answers; the higher one is returned.
         """
         right = self.try_answers("guesses", tasks)
-        told = [
-            check_type(t.kind, "chance", estimate(self.kinds[t.kind], "chance", 0.0, t), (float, int)) for t in tasks
+        told = [  # as Python's numbers, because checkpoints hold no others
+            float(check_type(t.kind, "chance", estimate(self.kinds[t.kind], "chance", 0.0, t), (float, int)))
+            for t in tasks
         ]
         return [max(one, fmean(tried) if tried else 0.0) for one, tried in zip(told, right, strict=True)]
 

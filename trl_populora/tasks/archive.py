@@ -289,7 +289,7 @@ def hash_task(task: Task) -> bytes:
     The order within the dicts of an input does not count. In the message, letter case does not count, nor does how
     many blanks stand between two words. The order of the inputs does not count if the student is shown pairs.
     """
-    inputs = [_sort_dictionaries(text) for text in task.inputs]
+    inputs = [sort_dictionaries(text) for text in task.inputs]
     # code_f, the built-in kind with visible pairs, shuffles its inputs. So tasks that differ in this order alone are
     # duplicates.
     content = [task.kind, _analyse(task.program)[0], sorted(inputs) if task.visible else inputs]
@@ -318,7 +318,7 @@ def _hash(text: str, size: int) -> bytes:
     return hashlib.blake2b(text.encode("ascii"), digest_size=size).digest()
 
 
-def _sort_dictionaries(text: str) -> str:
+def sort_dictionaries(text: str) -> str:
     """Sorts the dicts of an input. So inputs that differ only in the order of a dict make one task."""
     if '["d"' not in text:
         return text
