@@ -950,7 +950,7 @@ class PopuLoRATrainer(HubTrainer):
             with start.replace_attributes(self, log_completions=False):
                 yield
         finally:
-            self._logs = kept
+            self._logs.update(kept)
 
     def _clear_completion_logs(self) -> None:
         """
