@@ -62,6 +62,14 @@ class TestScores:
         assert one.inputs != other.inputs
         assert other in HeldOut({"": [one]}, 1, None, 0)
 
+    def test_code_i_with_the_same_output_asks_the_same(self):
+        program = "def f(a, b):\n    return a * 10 + b * 10"
+        one, other = (Task("code_i", program, (encode(pair),), ("50",)) for pair in ((2, 3), (4, 1)))
+        held_out = HeldOut({"": [one]}, 1, None, 0)
+        assert other in held_out
+        assert Task("code_o", program, other.inputs, other.outputs) not in held_out, "its answer is not known from it"
+        assert Task("code_i", program, (encode((4, 2)),), ("60",)) not in held_out
+
     def test_a_best_metric_that_has_no_value_yet_does_not_end_the_run(self, base, tmp_path):
         """Fewer than ten attempts of the base tell no gain at equal effort."""
         best = {"metric_for_best_model": "gain_equal_effort", "save_strategy": "best", "max_steps": 2}

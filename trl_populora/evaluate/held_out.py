@@ -28,6 +28,7 @@ from trl_populora.step.player import Player
 from trl_populora.step.referee import Referee
 from trl_populora.tasks.archive import TaskArchive, read_task, sort_dictionaries
 from trl_populora.tasks.kind import Task, TaskKind
+from trl_populora.tasks.python.kinds import CodeI
 from trl_populora.tasks.python.normal_form import normal_forms
 from trl_populora.tasks.python.programs import parse_function
 from trl_populora.tasks.python.reading import has_thinking
@@ -225,11 +226,11 @@ class HeldOut:
     step: int | None = None
 
     def __post_init__(self):
-        self._questions = {_key_question(task) for tasks in self.tables.values() for task in tasks}
+        self._questions = {key for tasks in self.tables.values() for task in tasks for key in _key_questions(task)}
 
     def __contains__(self, task: object) -> bool:
-        """Whether a held-out task asks the same as `task`; `_key_question` says what counts as the same."""
-        return isinstance(task, Task) and _key_question(task) in self._questions
+        """Whether a held-out task asks the same as `task`; `_key_questions` says what counts as the same."""
+        return isinstance(task, Task) and not self._questions.isdisjoint(_key_questions(task))
 
     def measure(
         self,
@@ -344,15 +345,18 @@ def _digest(tasks: Sequence[Task]) -> str:
     return hashlib.sha256(" ".join(task.task_id for task in tasks).encode()).hexdigest()[:16]
 
 
-def _key_question(task: Task) -> tuple:
-    """Makes a key for what a task asks. Tasks with the same key ask the same."""
+def _key_questions(task: Task) -> list[tuple]:
+    """Makes keys for what a task asks. Tasks that have a key in common ask the same."""
     # Programs that differ only in names or layout have one normal form. Two tasks with one normal form and the same
     # inputs ask the same, whatever their kinds and messages. A text that is no program with an `f` has no normal form:
     # two such tasks ask the same only if their kinds and all their texts are equal.
     tree = parse_function(task.program)
     if tree is None:
-        return task.kind, task.program, task.inputs, task.message
-    return normal_forms(tree)[0], tuple(sorted(map(sort_dictionaries, task.inputs)))
+        return [(task.kind, task.program, task.inputs, task.message)]
+    form = normal_forms(tree)[0]
+    keys: list[tuple] = [(form, tuple(sorted(map(sort_dictionaries, task.inputs))))]
+    # code_i shows the output and asks for an input, so tasks with one output ask the same, whatever their inputs.
+    return [*keys, (task.kind, form, task.outputs)] if task.kind == CodeI.name else keys
 
 
 def load_held_out(
