@@ -72,6 +72,21 @@ def test_what_c_reads_inside_an_address_differs_from_run_to_run(sandbox, read):
     assert verdict.status is Status.NONDETERMINISTIC, verdict.reason
 
 
+@pytest.mark.parametrize(
+    ("program", "given"),
+    [
+        ("def f(s):\n    return '-'.join(s)", ({"cat", "sun"},)),
+        ("def f(s, t):\n    return list(s | t)", (frozenset({"cat"}), frozenset({"sun"}))),
+        ("def f(a, b):\n    return list(a.keys() & b.keys())", ({"cat": 1, "sun": 2}, {"sun": 3, "cat": 4})),
+        ("def f(a, b):\n    k = a.keys()\n    k -= b.keys()\n    return list(k)", ({"cat": 1, "sun": 2}, {})),
+    ],
+)
+def test_the_order_of_a_set_of_two_is_found_out_wherever_the_set_is_from(sandbox, program, given):
+    """The first two runs have it alike by luck."""
+    (verdict,) = sandbox.run([Job(program, (encode(given, ordered=True),), runs=2)])
+    assert verdict.status is Status.NONDETERMINISTIC, verdict.outputs
+
+
 def test_an_object_has_one_address_within_its_hash_and_outside(sandbox):
     program = "class K:\n    def __hash__(self):\n        self.seen = id(self)\n        return 1\n\n\n"
     program += "def f(x):\n    k = K()\n    hash(k)\n    return k.seen == id(k) and {id(k): x}[id(k)] == x"

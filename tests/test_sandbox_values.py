@@ -238,3 +238,8 @@ def test_complex_numbers_read_back(real, imaginary):
 def test_chains_are_refused_before_parsing(text):
     with pytest.raises(LiteralError):
         read_literal(text)
+
+
+def test_a_set_that_holds_nan_twice_is_read_with_both():
+    value = {float("nan"), float("nan")}
+    assert len(read_literal(to_literal(value))) == 2

@@ -42,6 +42,19 @@ def test_layout_docstrings_and_bound_names_do_not_count(other):
     assert forms(other)[0] == forms(BASE)[0]
 
 
+def test_an_assert_that_fails_by_constants_counts_and_ends_its_block():
+    caught = "def f(a):\n    try:\n        {}return 1\n    except AssertionError:\n        return 2"
+    fails, nothing, more = map(caught.format, ("assert False\n        ", "", "assert False\n        a += 1\n        "))
+    assert forms(fails)[0] != forms(nothing)[0]
+    assert forms(fails)[0] == forms(more)[0]
+    assert forms(caught.format("assert True\n        "))[0] == forms(nothing)[0]
+
+
+@pytest.mark.parametrize("chain", ["False or a", "False or False or a", "0 or '' or False or a", "True and 1 and a"])
+def test_constants_before_the_operand_that_counts_do_not_count(chain):
+    assert forms(f"def f(a):\n    return {chain}") == forms("def f(a):\n    return a")
+
+
 @pytest.mark.parametrize(
     "other",
     [

@@ -106,6 +106,16 @@ def test_chance_is_the_share_of_inputs_that_hit(program, given, least, most):
     assert of_code_o == 0
 
 
+def test_a_tuple_that_is_copied_without_its_brackets_is_a_copy():
+    program = "def f(a, b):\n    return (min(a, b), max(a, b))"
+    task = Task("code_i", program, (encode((3, 2)),), (encode((2, 3)),))
+    kind = CodeI()
+    kind.refuses_copies = True
+    assert {each.answer for each in kind.copies(task)} >= {kind.read_answer("2, 3"), kind.read_answer("(2, 3)")}
+    with Sandbox(workers=1) as sandbox:
+        assert any(Referee({"code_i": kind}, sandbox, "turns").try_answers("copies", [task])[0])
+
+
 def test_a_chance_of_numpys_type_becomes_pythons_which_checkpoints_hold():
     class Even(CodeO):
         def chance(self, task):

@@ -42,6 +42,15 @@ _ORDER_NAMES = frozenset(
     ]
 )
 _ORDER_CODES = frozenset(opcode.opmap[name] for name in ("BUILD_SET", "SET_ADD", "SET_UPDATE") if name in opcode.opmap)
+# `&`, `|`, `-` and `^`, by which two views of dicts make a set.
+_VIEWS = frozenset(("keys", "items"))
+_BINARY_OP = opcode.opmap["BINARY_OP"]
+_SET_OPERATORS = frozenset(
+    number
+    for number, (name, _) in enumerate(getattr(opcode, "_nb_ops", ()))
+    if name.removeprefix("NB_").removeprefix("INPLACE_") in ("AND", "OR", "SUBTRACT", "XOR")
+)
+_SET_TEXTS = '["s",', '["z",'  # how a set and a frozenset begin in the text of an input
 
 
 def read_payload(fd: int) -> Payload:
@@ -129,7 +138,8 @@ def _run(payload: Payload, guard: Guard, answer: list) -> Calls[tuple[str, list[
     guard.limits.start(run)
     code = compile(program, "<program>", "exec", dont_inherit=True)
     guard.screen(code)
-    word = OK_IN_ORDER if _order_matters(code) else OK
+    given = any(each in text for text in inputs for each in _SET_TEXTS)
+    word = OK_IN_ORDER if given or _order_matters(code) else OK
     yield from _call(answer, exec, code, guard.namespace)
     # A key that the program has put into its namespace may run the program's code when it is compared with `name`.
     function = yield from _call(answer, guard.namespace.get, name)
@@ -181,6 +191,11 @@ def _block(size: int) -> object:
 def _order_matters(code: types.CodeType) -> bool:
     """Says whether the code uses sets, hashes, addresses or `repr`. If so, two runs may agree by luck."""
     # In `co_code` every second byte is an instruction. The byte after it is the instruction's argument.
-    if not _ORDER_NAMES.isdisjoint(code.co_names) or not _ORDER_CODES.isdisjoint(code.co_code[::2]):
+    instructions, arguments = code.co_code[::2], code.co_code[1::2]
+    if not _ORDER_NAMES.isdisjoint(code.co_names) or not _ORDER_CODES.isdisjoint(instructions):
         return True
+    if not _VIEWS.isdisjoint(code.co_names):
+        for instruction, argument in zip(instructions, arguments, strict=True):
+            if instruction == _BINARY_OP and argument in _SET_OPERATORS:
+                return True
     return any(type(each) is frozenset or (type(each) is _Code and _order_matters(each)) for each in code.co_consts)

@@ -200,7 +200,9 @@ def _convert(node: Any) -> Any:
     if kind is ast.Dict and None not in node.keys:  # the key `None` stands for `**`
         return _hashed(dict, list(zip(map(_convert, node.keys), map(_convert, node.values), strict=True)))
     if kind is ast.Name and node.id in _NAMES:
-        return _NAMES[node.id]
+        value = _NAMES[node.id]
+        # A new object each time, because a set holds nan twice only if the two are different objects.
+        return float("nan") if value != value else value
     if kind is ast.UnaryOp and type(node.op) in (ast.UAdd, ast.USub):
         return _signed(node)
     if kind is ast.BinOp and type(node.op) in (ast.Add, ast.Sub):

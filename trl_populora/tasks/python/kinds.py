@@ -300,6 +300,17 @@ class CodeI(ProgramWithInput):
     def read_answer(self, written: str) -> str:
         return self.read_arguments(written, self.max_answer_chars)
 
+    def copies(self, task: Task) -> list[Attempt]:
+        """
+        Returns the output, as [`ProgramWithInput.copies`] does. A tuple is returned twice: as the only argument, and
+        with its members as arguments, which is how an answer without the outer brackets reads.
+        """
+        copied = super().copies(task)
+        output = values.decode(task.outputs[0])
+        if not copied or not isinstance(output, tuple):
+            return copied
+        return [*copied, Attempt(True, values.encode(output, ordered=True))]
+
     def trial(self, task: Task, attempt: Attempt) -> Job | None:
         return Job(task.program, (attempt.answer,)) if attempt.well_formed else None
 

@@ -352,17 +352,19 @@ def _list_reachable(block: list[Any]) -> Iterator[ast.stmt]:
     """
     Yields the statements of a block up to and including its first `return`, `raise`, `break` or `continue`. If
     constants decide an `if`, or keep a `while` from running, the statements that run instead stand in its place. An
-    `assert` that constants decide is left out. An `if` whose branches all return does not end the block.
+    `assert` that holds by constants is left out, and one that fails by them ends the block. An `if` whose branches all
+    return does not end it.
     """
     stack = block[::-1]
     while stack:
         statement = stack.pop()
         holds = _decide(statement.test) if isinstance(statement, (ast.If, ast.While, ast.Assert)) else None
-        if holds is None or (holds and isinstance(statement, ast.While)):
+        fails = holds is False and isinstance(statement, ast.Assert)
+        if holds is None or fails or (holds and isinstance(statement, ast.While)):
             yield statement
         elif not isinstance(statement, ast.Assert):
             stack += (statement.body if holds else statement.orelse)[::-1]
-        if isinstance(statement, (ast.Return, ast.Raise, ast.Break, ast.Continue)):
+        if fails or isinstance(statement, (ast.Return, ast.Raise, ast.Break, ast.Continue)):
             return
 
 
@@ -379,7 +381,7 @@ def _take_decided(node: Any) -> Any:
         elif len(node.values) == 2:
             node = node.values[1]
         else:
-            break
+            node = ast.BoolOp(node.op, node.values[1:])
     return node
 
 
