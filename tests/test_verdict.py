@@ -172,7 +172,7 @@ def test_the_longest_verdict_fits_into_the_picture(tmp_path, monkeypatch):
         return path
 
     monkeypatch.setattr(plots, "save_picture", keep)
-    monkeypatch.setattr(plots, "load_run", lambda run: told)
+    monkeypatch.setattr(plots, "load_run", lambda run, name: told)
     plots.plot_run(tmp_path)
     ((title, picture),) = drawn
     assert 0 < title.x0 < title.x1 < picture.width

@@ -54,6 +54,7 @@ def f(x): return depth(0) % 4
 )
 determinism("hash_in_builtin", "def f(x): return list(map(hash, ['a', 'b']))")
 determinism("hash_method", "def f(x): return 'a'.__hash__()")
+determinism("dict_views", "def f(x): return list({'cat': 1, 'sun': 2}.keys() & {'sun': 3, 'cat': 4}.keys())")
 determinism("id", "def f(x): return id(x)")
 determinism("id_parity", "def f(x): return id(x) % 32")
 determinism("id_order", "def f(x):\n    a, b = object(), object()\n    return id(a) < id(b)")

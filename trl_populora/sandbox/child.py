@@ -42,9 +42,16 @@ _ORDER_NAMES = frozenset(
     ]
 )
 _ORDER_CODES = frozenset(opcode.opmap[name] for name in ("BUILD_SET", "SET_ADD", "SET_UPDATE") if name in opcode.opmap)
-# `&`, `|`, `-` and `^`, by which two views of dicts make a set.
+# `&`, `|`, `-` and `^`, by which two views of dicts make a set. Python 3.10 has an instruction for each, and later
+# versions have one instruction for all, with the operator as its argument.
 _VIEWS = frozenset(("keys", "items"))
-_BINARY_OP = opcode.opmap["BINARY_OP"]
+_OPERATOR_CODES = frozenset(
+    opcode.opmap[f"{kind}_{name}"]
+    for kind in ("BINARY", "INPLACE")
+    for name in ("AND", "OR", "SUBTRACT", "XOR")
+    if f"{kind}_{name}" in opcode.opmap
+)
+_BINARY_OP = opcode.opmap.get("BINARY_OP")
 _SET_OPERATORS = frozenset(
     number
     for number, (name, _) in enumerate(getattr(opcode, "_nb_ops", ()))
@@ -196,6 +203,6 @@ def _order_matters(code: types.CodeType) -> bool:
         return True
     if not _VIEWS.isdisjoint(code.co_names):
         for instruction, argument in zip(instructions, arguments, strict=True):
-            if instruction == _BINARY_OP and argument in _SET_OPERATORS:
+            if instruction in _OPERATOR_CODES or (instruction == _BINARY_OP and argument in _SET_OPERATORS):
                 return True
     return any(type(each) is frozenset or (type(each) is _Code and _order_matters(each)) for each in code.co_consts)
