@@ -71,6 +71,42 @@ def test_an_exported_member_says_what_it_says_in_the_run(run, random_base, tmp_p
     assert expected != answers(AutoModelForCausalLM.from_pretrained(random_base).eval(), tokenizer)
 
 
+def move_base(run, base: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """Copies a run and its base, whose settings then name an end that no answer has; the copies of both."""
+    root, other = tmp_path / "run", tmp_path / "base"
+    shutil.copytree(run.args.output_dir, root)
+    shutil.copytree(base, other)
+    model = AutoModelForCausalLM.from_pretrained(other)
+    model.generation_config.eos_token_id = 7
+    model.generation_config.save_pretrained(other)
+    saved = json.loads((root / "population.json").read_text())
+    assert saved["local"] == [str(base)]
+    (root / "population.json").write_text(json.dumps(saved | {"base_model": str(other), "local": [str(other)]}))
+    return root, other
+
+
+def test_a_merged_model_ends_where_the_members_ended_and_others_may_read_it(run, random_base, tmp_path):
+    (root, _), out = move_base(run, random_base, tmp_path), tmp_path / "out"
+    export_member(str(root), out, merge=True)
+    assert {*GenerationConfig.from_pretrained(out).eos_token_id} == {7, *run.eos_token_ids}
+    modes = {path.name: path.stat().st_mode for path in out.iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"]
+
+
+def test_an_export_that_fails_leaves_nothing_and_touches_nothing(run, random_base, tmp_path):
+    (root, base), own = move_base(run, random_base, tmp_path), tmp_path / "out.tmp"
+    own.mkdir()
+    (base / "model.safetensors").write_bytes(b"cut off")
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(Exception, match="safetensors|deserializ"):
+        export_member(str(root), tmp_path / "out", merge=True)
+    base.rename(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="is not here. Run the command where that path leads to the base"):
+        export_member(str(root), tmp_path / "out", merge=True)
+    (tmp_path / "elsewhere").rename(base)
+    assert sorted(tmp_path.iterdir()) == before
+
+
 def change_students(root: Path, options: dict) -> None:
     """Gives the saved students other LoRA options, and with `rank_pattern` fewer rows and columns."""
     for student in ("student_0", "student_1"):

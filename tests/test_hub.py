@@ -209,6 +209,22 @@ class TestPushed:
         metadata = huggingface_hub.ModelCard(card).data
         assert (metadata.base_model, metadata.base_model_relation) == ("me/base", "adapter")
 
+    @pytest.mark.parametrize("path", ["models/base", "/scratch/my models/base"])
+    def test_no_card_links_to_a_path_of_the_machine_that_trained(self, finished, tmp_path, path):
+        """The Hub refuses a path, or takes it for somebody's model. A link that an earlier push wrote goes, too."""
+        state = json.loads(Path(finished.args.output_dir, "population.json").read_text())
+        tables = ["data/mine.jsonl", "me/table"]
+        state |= {"base_model": path, "datasets": tables, "local": [path, tables[0]]}
+        (tmp_path / "population.json").write_text(json.dumps(state))
+        earlier = f"---\nbase_model: {path}\nbase_model_relation: adapter\ndatasets: [{tables[0]}, me/other]\n---\n"
+        for before, linked in ((None, ["me/table"]), (earlier, ["me/other"])):
+            if before:
+                (tmp_path / "README.md").write_text(before)
+            write_card(tmp_path, "me/population")
+            metadata = huggingface_hub.RepoCard.load(tmp_path / "README.md").data.to_dict()
+            assert not {"base_model", "base_model_relation"} & {*metadata}
+            assert metadata["datasets"] == linked
+
     def test_the_card_names_only_adapters_and_settings_that_the_population_has(self, finished, tmp_path):
         state = json.loads(Path(finished.args.output_dir, "population.json").read_text())
         agent = [member | {"adapter": "members/agent"} for member in state["members"][1:3]]

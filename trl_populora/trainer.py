@@ -14,6 +14,7 @@ import itertools
 import json
 import logging
 import math
+import os
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -507,7 +508,9 @@ class PopuLoRATrainer(HubTrainer):
         )
         if self.game is None:
             found |= {"reward_functions": self.reward_func_names, "datasets": self.dataset_names}
-        return found
+        # Another machine cannot find out whether a name was a path here.
+        names = [self.shape.base_model, *found.get("datasets", ())]
+        return found | {"local": [name for name in names if os.path.exists(name)]}
 
     @property
     def _members_step(self) -> int:

@@ -36,8 +36,7 @@ def make_sampling_config(
 ) -> GenerationConfig:
     """Makes the generation config with which the trainer of a run with these settings would sample."""
     warn_of_unknown(args.generation_kwargs)
-    known = base.eos_token_id if isinstance(base.eos_token_id, list) else [base.eos_token_id]
-    known = [tokenizer.eos_token_id, *(token for token in known if token is not None)]
+    known = list_known_ends(base, tokenizer)
     given = {name: value for name, value in (args.generation_kwargs or {}).items() if name not in STOPS}
     return GenerationConfig(
         **{
@@ -128,6 +127,12 @@ logger = logging.getLogger(__name__)
 
 TEXT_STOPS = ("stop", "stop_strings")  # what vLLM and what transformers call the option for stops that are text
 STOPS = ("stop_token_ids", "eos_token_id", *TEXT_STOPS)
+
+
+def list_known_ends(base: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Lists the end tokens that a tokenizer and a base's generation config name."""
+    named = base.eos_token_id if isinstance(base.eos_token_id, list) else [base.eos_token_id]
+    return [token for token in (tokenizer.eos_token_id, *named) if token is not None]
 
 
 def find_end_tokens(

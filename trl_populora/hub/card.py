@@ -12,11 +12,13 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import CardData, DatasetCardData, ModelCardData, RepoCard
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from yaml import YAMLError
 
 from trl_populora.assets import TINY
@@ -201,19 +203,20 @@ def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, d
     patterns = [population["lora"].get(f"{name}_pattern") or {} for name in ("rank", "alpha")]
     # `rank_pattern` may give some modules a higher rank than `r`, and vLLM needs the highest.
     largest = max([population["lora"]["r"], *patterns[0].values()])
-    # The Hub links a card to its base. A local directory or the embedded base has no page to link to.
-    published = not os.path.isdir(base) and base != TINY
+    # The Hub links a card to its base and to its datasets. The embedded base, and what lies in a file or a directory,
+    # has no page to link to.
+    names = [base, *population.get("datasets", ())]
+    without_page = [name for name in names if name in (TINY, *population.get("local", ())) or not _has_page(name)]
+    linked = [name for name in names[1:] if name not in without_page]
     repo = name if "/" in name else f"<user>/{name}"
     best, best_by = population["best_student"], population.get("best_student_by", "rating")
     figures = read_figures(root, population, repo)
     write_results(root, figures, best, repo)
-    # The Hub links a card to its datasets, too. A dataset in a file or a directory has no page to link to.
-    linked = [each for each in population.get("datasets", ()) if not os.path.exists(each)]
     known = ({"datasets": linked} if linked else {}) | (details or {})
     metadata = ModelCardData(
         library_name="peft",
         tags=sorted({*TAGS, *([tags] if isinstance(tags, str) else tags or ())}),
-        **({"base_model": base, "base_model_relation": "adapter"} if published else {}),
+        **({} if base in without_page else {"base_model": base, "base_model_relation": "adapter"}),
         pipeline_tag="text-generation",
         model_name=name.split("/")[-1] if figures else None,
         eval_results=make_model_index(figures) or None,
@@ -263,11 +266,25 @@ def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, d
         settings=json.dumps(population.get("settings", {}), indent=2),
         citation=CITATION,
     )
-    _write(root / "README.md", metadata.to_dict(), text, details or {})
+    _write(root / "README.md", metadata.to_dict(), text, details or {}, without_page)
 
 
-def _write(path: Path, metadata: dict[str, Any], text: str, details: Mapping[str, Any]) -> None:
-    """Writes a card whole, and keeps what somebody else has written into an earlier one."""
+def _has_page(name: str) -> bool:
+    """Says whether a model or a dataset of this name may be on the Hub."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return not os.path.exists(name)
+
+
+def _write(
+    path: Path, metadata: dict[str, Any], text: str, details: Mapping[str, Any], without_page: Collection[str]
+) -> None:
+    """
+    Writes a card whole, and keeps what somebody else has written into an earlier one. It drops the earlier card's
+    links to a base or dataset that has no page, because the Hub refuses a card with a path in them.
+    """
     text += MARK.format(_compute_digest(text))
     if path.exists():
         try:
@@ -276,6 +293,11 @@ def _write(path: Path, metadata: dict[str, Any], text: str, details: Mapping[str
             logger.warning("%s stays as it is, because its metadata cannot be read (%s).", path, error)
             return
         kept, mark = earlier.data.to_dict(), _MARKED.search(earlier.text)
+        if kept.get("base_model") in without_page:
+            del kept["base_model"]
+            kept.pop("base_model_relation", None)
+        if isinstance(kept.get("datasets"), list):
+            kept["datasets"] = [each for each in kept["datasets"] if each not in without_page]
         ours = mark is not None or ROOT_ADAPTER in earlier.text  # version 0.2.0 wrote no mark
         others, scores = drop_our_results(kept.pop("model-index", [])), metadata.pop("model-index", [])
         if others or scores:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import shutil
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from trl_populora.assets import resolve_model_path
+from trl_populora.generate.player import find_end_tokens, list_known_ends
 from trl_populora.hub.download import fetch
 from trl_populora.lora.checks import is_quantised
 from trl_populora.lora.convert import average, let_others_read
@@ -65,7 +67,8 @@ def export_member(
 
     Raises:
         `ValueError`: If there is no such population or member, an adapter is missing or from another step than
-            `population.json`, `out` exists already, or `member` is given together with `merge_students`.
+            `population.json`, `out` exists already, `member` is given together with `merge_students`, or a base that
+            was a directory is not there.
     """
     if merge_students and member:
         raise ValueError(f"`merge_students` takes all students; leave `member={member!r}` out.")
@@ -74,6 +77,12 @@ def export_member(
         raise ValueError(f"{str(out)!r} is there already. Name a directory that does not exist yet.")
     root = fetch(run, wanted=_WANTED)
     saved = read_population(root)
+    path = resolve_model_path(saved["base_model"])
+    if merge and path in saved.get("local", ()) and not Path(path).is_dir():
+        raise ValueError(
+            f"The base was the directory {path!r}, which is not here. Run the command where that path leads to the "
+            f"base, or write where the base lies as `base_model` into {root / POPULATION_FILE}."
+        )
     adapters = {each["name"]: each["adapter"] for each in saved["members"]}
     students = [each["name"] for each in saved["members"] if each["role"] == "student"]
     names = students if merge_students else [member or saved["best_student"]]
@@ -81,32 +90,37 @@ def export_member(
         raise ValueError(f"{run} has no member {names[0]!r}; there are {', '.join(adapters)}.")
     chosen = [adapters[name] for name in names]
     check_one_moment(root, saved, chosen)
+    tokenizer = AutoTokenizer.from_pretrained(root)
+    out.parent.mkdir(parents=True, exist_ok=True)
     # Everything is written beside `out` first, so that `out` is complete or absent.
-    unfinished = out.with_name(f"{out.name}.tmp")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    if len(chosen) > 1:
-        students_at = [root / adapter for adapter in chosen]
-        mean, config = average([(load_file(each / WEIGHTS), LoraConfig.from_pretrained(each)) for each in students_at])
-        save_file(mean, unfinished / WEIGHTS, metadata={"format": "pt"})
-        config.save_pretrained(unfinished)
-        let_others_read(unfinished)
-    else:
-        for file in (CONFIG, WEIGHTS):
-            shutil.copyfile(root / chosen[0] / file, unfinished / file)
-    if merge:
-        _merge_into_base(saved, unfinished)
-    AutoTokenizer.from_pretrained(root).save_pretrained(unfinished)
-    unfinished.rename(out)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.", suffix=".tmp") as folder:
+        unfinished = Path(folder, out.name)
+        unfinished.mkdir()
+        if len(chosen) > 1:
+            students_at = [root / each for each in chosen]
+            mean, config = average(
+                [(load_file(each / WEIGHTS), LoraConfig.from_pretrained(each)) for each in students_at]
+            )
+            save_file(mean, unfinished / WEIGHTS, metadata={"format": "pt"})
+            config.save_pretrained(unfinished)
+            let_others_read(unfinished)
+        else:
+            for file in (CONFIG, WEIGHTS):
+                shutil.copyfile(root / chosen[0] / file, unfinished / file)
+        if merge:
+            _merge_into_base(saved, path, unfinished, tokenizer)
+        tokenizer.save_pretrained(unfinished)
+        unfinished.rename(out)
     return STUDENTS if merge_students else names[0]
 
 
-def _merge_into_base(saved: dict, directory: Path) -> None:
-    """Merges the adapter in a directory into the base, and puts the merged model in place of the adapter's files."""
-    revision = saved.get("settings", {}).get("base_revision", "main")
-    base = AutoModelForCausalLM.from_pretrained(
-        resolve_model_path(saved["base_model"]), revision=revision, dtype="auto"
-    )
+def _merge_into_base(saved: dict, path: str, directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """
+    Merges the adapter in a directory into the base, and puts the merged model in place of the adapter's files. Its
+    answers end where those of the members ended.
+    """
+    settings = saved.get("settings", {})
+    base = AutoModelForCausalLM.from_pretrained(path, revision=settings.get("base_revision", "main"), dtype="auto")
     if is_quantised(base):
         logger.warning(
             "The base is saved quantised. The merge dequantises it, so the model is as large as one in %s.", base.dtype
@@ -118,4 +132,10 @@ def _merge_into_base(saved: dict, directory: Path) -> None:
     merged = PeftModel.from_pretrained(base, directory).merge_and_unload()
     for file in (CONFIG, WEIGHTS):
         (directory / file).unlink()
+    known = list_known_ends(merged.generation_config, tokenizer)
+    stops = settings.get("generation_kwargs"), settings.get("chat_template_kwargs")
+    merged.generation_config.eos_token_id = find_end_tokens(tokenizer, known, *stops)
     merged.save_pretrained(directory)
+    # safetensors closes its files to other users, such as a server's.
+    for weights in directory.glob("*.safetensors"):
+        shutil.copymode(directory / "config.json", weights)
