@@ -13,7 +13,7 @@ Prints `evaluation.md`: scores in percent, and what each contender has above the
 come averages over the code benchmarks, the math benchmarks and both, in which each benchmark counts alike, and the
 weakest member of each role by the widest average. The intervals are 95 %, over questions; differences are paired by
 question. `evaluation.json` has the same for `populora push`, `_evaluation/` every answer. An interrupted evaluation
-starts again. Needs `pip install -e ".[eval,vllm]"`.
+starts again. Benchmarks that the same weights were asked before, with the same options, stay in both. Needs `pip install -e ".[eval,vllm]"`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from transformers import AutoTokenizer
 
 from trl_populora.assets import resolve_model_path
 from trl_populora.evaluate.intervals import measure_mean
-from trl_populora.files import write_json
+from trl_populora.files import drop_secret_flags, write_json
 from trl_populora.generate.player import find_end_tokens
 from trl_populora.hub.card import VLLM_RANKS
 from trl_populora.hub.download import fetch
@@ -333,6 +333,36 @@ def write_tables(out: Path, found: dict[str, Any], told: dict[str, Figures], rol
     return page
 
 
+def read_earlier(out: Path, found: dict[str, Any], again: list[str]) -> dict[str, Figures]:
+    """
+    Adds to `found` what an earlier evaluation of the same weights found on other benchmarks than those `again` asked.
+
+    Returns:
+        The figures of those benchmarks.
+
+    Raises:
+        ValueError: If these weights were asked with other options. Their answers may have taken hours.
+    """
+    if not (out / "evaluation.json").exists():
+        return {}
+    earlier = json.loads((out / "evaluation.json").read_text())
+    if any(earlier[name] != found[name] for name in ("step", "base_model", "weights")):
+        return {}
+    if (before := earlier.get("asked")) != found["asked"]:
+        raise ValueError(
+            f"{out} holds an evaluation of these weights with other options ({json.dumps(before)}; now "
+            f"{json.dumps(found['asked'])}). Give another directory as `--out`, or remove {out / 'evaluation.json'}."
+        )
+    told = {}
+    for name in earlier["scores"]:
+        if name in BENCHMARKS and name not in again:
+            for key in ("benchmarks", "questions"):
+                found[key][name] = earlier[key][name]
+            scores, margins, over = (earlier[key][name] for key in ("scores", "margins", "over"))
+            told[name] = {"": {column: (score, margins[column]) for column, score in scores.items()}} | over
+    return told
+
+
 def _write_option(name: str, values: list[str]) -> list[str]:
     """Writes an option as words of a command. A value that begins like an option needs the equals sign."""
     return [f"--{name}={values[0]}"] if values[0].startswith("-") else [f"--{name}", *values]
@@ -349,10 +379,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--limit", type=int, help="questions of each part of a benchmark; all by default")
     add("--server_args", default="", help='further flags for vLLM, as --server_args="--tensor-parallel-size 2"')
     add("--out", help="where tables and answers go; by default the run, or ./<name> for a name on the Hub")
-    given, words = parser.parse_args(arguments), []
-    for name, value in vars(given).items():
-        if name not in ("run", "compare", "out") and value != parser.get_default(name):
-            words += _write_option(name, [*map(str, value)] if isinstance(value, list) else [str(value)])
+    given = parser.parse_args(arguments)
     root = fetch(given.run)
     saved, adapters = read_population(root), find_members(root, given.members)
     members, settings = list(adapters), saved.get("settings", {})
@@ -364,17 +391,25 @@ def main(arguments: list[str] | None = None) -> None:
         raise ValueError(f"Two columns have one name ({', '.join([*contenders, *means])}): rename what is compared.")
     out = Path(given.out or (given.run if Path(given.run).is_dir() else Path(given.run).name))
     (folder := out / "_evaluation").mkdir(parents=True, exist_ok=True)
-    found: dict[str, Any] = {"run": given.run, "step": saved["step"], "options": shlex.join(words)}
+    found: dict[str, Any] = {"run": given.run, "step": saved["step"]}
     found |= {"base_model": saved["base_model"], "date": time.strftime("%Y-%m-%d", time.gmtime())}
     found["weights"] = {name: digest_weights(adapter) for name, adapter in adapters.items()}
     found |= {key: {} for key in ("benchmarks", "questions", "scores", "margins", "over")}
+    told_flags = shlex.join(drop_secret_flags(shlex.split(given.server_args)))
+    found["asked"] = {"contenders": contenders, "max_tokens": given.max_tokens, "limit": given.limit}
+    found["asked"]["server_args"] = told_flags
+    told, words = read_earlier(out, found, given.benchmarks), []
+    for name, value in (vars(given) | {"benchmarks": [*told, *given.benchmarks], "server_args": told_flags}).items():
+        if name not in ("run", "compare", "out") and value != parser.get_default(name):
+            words += _write_option(name, [*map(str, value)] if isinstance(value, list) else [str(value)])
+    found["options"] = shlex.join(words)
     # Members are asked as they were trained: with their run's stops, chat template and options of the template.
     body = {"chat_template_kwargs": settings.get("chat_template_kwargs") or {}}
     body["stop_token_ids"] = list_stops(root, saved["base_model"], settings)
     how = {"extra_body": body, "max_tokens": given.max_tokens}
     flags = [*base_flags(root, settings), *shlex.split(given.server_args)]
     server = serve(resolve_model_path(saved["base_model"]), adapters | compared, flags, folder / "server.log")
-    failed, told, page = [], {}, ""
+    failed, page = [], ""
     with confine(), server as url:
         for name in given.benchmarks:
             benchmark = BENCHMARKS[name]

@@ -228,3 +228,35 @@ def test_averages_count_each_benchmark_alike_and_name_the_weakest_of_each_role(t
     assert re.search(r", \+29\.2 ± \d+\.\d above base\.$", students)
     assert page == (tmp_path / "evaluation.md").read_text()
     assert json.loads((tmp_path / "evaluation.json").read_text())["averages"].keys() == averages.keys()
+
+
+class TestASecondEvaluation:
+    def write(self, out: Path, name: str, **options) -> dict:
+        """Writes an evaluation of one benchmark, as a command on the same weights would."""
+        found = {"step": 2, "base_model": "tiny", "weights": {"student_0": "abc"}, "asked": {"limit": None}} | options
+        found |= {key: {} for key in ("benchmarks", "questions", "scores", "margins", "over")}
+        told = evaluate.read_earlier(out, found, [name])
+        found["benchmarks"][name], found["questions"][name] = {"title": name}, 4
+        told[name] = evaluate.measure({"student_0": [1.0, 0, 1, 0], "base": [0.0, 0, 1, 0]}, {"mean": ["student_0"]})
+        evaluate.write_tables(out, found, told, {"students": ["student_0"]})
+        return json.loads((out / "evaluation.json").read_text())
+
+    def test_adds_its_benchmarks_to_those_of_the_first(self, tmp_path):
+        first = self.write(tmp_path, "gsm8k")
+        both = self.write(tmp_path, "math_500")
+        assert list(both["scores"]) == list(both["benchmarks"]) == ["gsm8k", "math_500"]
+        for key in ("benchmarks", "questions", "scores", "margins", "over"):
+            assert both[key]["gsm8k"] == first[key]["gsm8k"], key
+        assert list(both["averages"]) == ["math, 2 of 7"]
+        assert "| above base | +25.0 ± " in (tmp_path / "evaluation.md").read_text().splitlines()[3]
+
+    def test_of_other_weights_begins_anew(self, tmp_path):
+        self.write(tmp_path, "gsm8k")
+        assert list(self.write(tmp_path, "math_500", step=3)["scores"]) == ["math_500"]
+
+    def test_with_other_options_is_refused(self, tmp_path):
+        self.write(tmp_path, "gsm8k")
+        before = (tmp_path / "evaluation.json").read_bytes()
+        with pytest.raises(ValueError, match=r"with other options .*null.*2.*as `--out`"):
+            self.write(tmp_path, "gsm8k", asked={"limit": 2})
+        assert (tmp_path / "evaluation.json").read_bytes() == before

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.populora_run import make_trainer
-from trl_populora.files import drop_secrets
+from trl_populora.files import drop_secret_flags, drop_secrets
 from trl_populora.hub.card import write_card
 from trl_populora.hub.push import push_run
 from trl_populora.run.read import read_population
@@ -71,3 +71,9 @@ def test_a_run_of_an_earlier_version_is_pushed_without_its_token(finished, tmp_p
     (run / "population.json").write_text(json.dumps(saved))
     push_run(run, "me/early")
     assert not [name for name, held in hub.repos["me/early"].items() if TOKEN.encode() in held]
+
+
+@pytest.mark.parametrize("flags", ["--hf-token VALUE", "--hf-token=VALUE", "--api-key VALUE --api_key=VALUE"])
+def test_a_secret_among_flags_is_dropped_with_its_value(flags):
+    words = ["--dtype", "float32", *flags.replace("VALUE", TOKEN).split(), "--max-num-batched-tokens", "8", "--quiet"]
+    assert drop_secret_flags(words) == ["--dtype", "float32", "--max-num-batched-tokens", "8", "--quiet"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,22 @@ def drop_secrets(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(map(drop_secrets, value))
     return value
+
+
+def drop_secret_flags(words: Sequence[str]) -> list[str]:
+    """Copies the words of a command without the options that are named like a secret, and without their values."""
+    kept, secret = [], False
+    for word in words:
+        option = word.startswith("-")
+        if secret and not option:  # the value of the option before
+            secret = False
+            continue
+        name, equals, _ = word.partition("=")
+        hidden = option and _is_secret(name)
+        secret = hidden and not equals
+        if not hidden:
+            kept.append(word)
+    return kept
 
 
 def _is_secret(name: object) -> bool:
