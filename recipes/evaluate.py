@@ -13,7 +13,8 @@ Prints `evaluation.md`: scores in percent, and what each contender has above the
 come averages over the code benchmarks, the math benchmarks and both, in which each benchmark counts alike, and the
 weakest member of each role by the widest average. The intervals are 95 %, over questions; differences are paired by
 question. `evaluation.json` has the same for `populora push`, `_evaluation/` every answer. An interrupted evaluation
-starts again. Benchmarks that the same weights were asked before, with the same options, stay in both. Needs `pip install -e ".[eval,vllm]"`.
+starts again. Benchmarks that the same weights were asked before, with the same options, stay in both. Needs
+`pip install -e ".[eval,vllm]"`.
 """
 
 from __future__ import annotations

@@ -145,7 +145,10 @@ def digest_of(*parts: bytes) -> str:
 
 
 def student_name(run: Path, member: str) -> str:
-    return f"{run.resolve().name} {member}"
+    place = run.resolve()
+    # Checkpoints of two runs may be of one step.
+    name = f"{place.parent.name}-{place.name}" if place.name.startswith("checkpoint-") else place.name
+    return f"{name} {member}"
 
 
 class Scores:

@@ -20,7 +20,15 @@ from tests.populora_run import SETTINGS, make_trainer
 from tests.small_run import small_args
 from trl_populora import cli
 from trl_populora.config import PopuLoRAConfig
-from trl_populora.evaluate.cross_play import Payoff, assemble, choose_prefixes, cross_play, score_members, solve_rates
+from trl_populora.evaluate.cross_play import (
+    Contest,
+    Payoff,
+    assemble,
+    choose_prefixes,
+    cross_play,
+    score_members,
+    solve_rates,
+)
 from trl_populora.generate.player import make_player, make_sampling_config
 from trl_populora.lora.layers import BASE_NAME, Router
 from trl_populora.lora.members import read_member, write_member
@@ -331,6 +339,18 @@ class TestSavedPopulations:
                     *KINDS,
                 ]
             )
+
+    def test_what_cannot_end_is_told_before_anybody_is_asked(self, runs, seed_tasks, tmp_path, monkeypatch):
+        monkeypatch.setattr(Contest, "play", lambda *_: pytest.fail("members were asked"))
+        tasks, taken = tmp_path / "tasks.jsonl", tmp_path / "taken"
+        rows = [json.dumps(task.to_record()) + "\n" for task in seed_tasks if task.kind == "code_f"]
+        tasks.write_text("".join(rows))
+        options = ["crossplay", str(runs / "pair"), "--task_kinds", "code_o", "--tasks", str(tasks), "--out"]
+        with pytest.raises(SystemExit, match="The given tasks are of code_f; these members play code_o"):
+            cli.main([*options, str(tmp_path / "out")])
+        taken.touch()
+        with pytest.raises(SystemExit, match="File exists: .*taken"):
+            cli.main([*options, str(taken)])
 
     @pytest.mark.parametrize(
         ("given", "wanted"),

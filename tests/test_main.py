@@ -233,6 +233,12 @@ def test_a_push_to_nowhere_is_refused(saved):
         cli.main(["push", saved])
 
 
+@pytest.mark.parametrize("words", [["--config", "nowhere.yaml"], ["--config=nowhere.yaml"]])
+def test_a_recipe_may_follow_an_equals_sign(words):
+    with pytest.raises(SystemExit, match=r"^populora train: .*No such file.*nowhere\.yaml"):
+        cli.main(["train", *words])
+
+
 def test_training_without_a_recipe_is_no_training(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit):

@@ -45,6 +45,12 @@ def test_the_majority_is_of_readable_answers_and_shares_ties(tries, share):
     assert score_held_out.majority(tries) == pytest.approx(share)
 
 
+def test_checkpoints_of_one_step_are_told_apart_by_their_runs():
+    places = [Path("runs/s0/checkpoint-2"), Path("runs/s1/checkpoint-2"), Path("runs/s1")]
+    names = [score_held_out.student_name(place, "student_0") for place in places]
+    assert names == ["s0-checkpoint-2 student_0", "s1-checkpoint-2 student_0", "s1 student_0"]
+
+
 def test_a_contender_is_compared_task_by_task(seed_tasks):
     tasks = seed_tasks[:2]
     start = [[RIGHT, WRONG], [WRONG, OTHER]]

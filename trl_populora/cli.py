@@ -322,17 +322,20 @@ def info(arguments: Sequence[str]) -> None:
 
 def crossplay(arguments: Sequence[str]) -> None:
     """Lets every student of some runs attempt fresh tasks of every teacher."""
-    from trl_populora.evaluate.cross_play import CrossPlayArguments, assemble, write_payoff
+    from trl_populora.evaluate.cross_play import CrossPlayArguments, assemble, keep_known, write_payoff
     from trl_populora.start import check_outputs
     from trl_populora.tasks.archive import TaskArchive, read_task
     from trl_populora.tasks.dataset import read_tasks
 
     (options,) = _parse(CrossPlayArguments, "crossplay", arguments)
     rows = [read_task(row, f"row {n}") for n, row in enumerate(read_tasks(options.tasks) or ())]
+    Path(options.out).mkdir(parents=True, exist_ok=True)  # sampling takes long, so this fails first
     with assemble(options.runs, task_kinds=options.task_kinds, seed=options.seed) as contest:
         check_outputs({"tasks": rows}, contest.referee, contest.player)
         if not contest.teachers and not rows:
             raise ValueError(f"No teacher in {', '.join(options.runs)}: give the students `--tasks`.")
+        if options.tasks is not None:
+            keep_known(contest.referee, rows)
         payoff = contest.play(options.proposals, options.attempts, options.seed)
         if options.tasks is not None:
             # An archive of the tasks is made, because it drops duplicates.
@@ -353,7 +356,8 @@ def check_kind(arguments: Sequence[str]) -> None:
     (options,) = _parse(CheckKindArguments, "check-kind", arguments)
     # With teachers a kind whose tasks are only given would be refused.
     (kind,) = make_kinds(PopuLoRAConfig("unused", task_kinds=[options.kind], teachers=0)).values()
-    given = load_seed_tasks() if options.tasks is None else TaskArchive.from_dataset(read_tasks(options.tasks))
+    rows = read_tasks(options.tasks)
+    given = load_seed_tasks() if rows is None else TaskArchive.from_dataset(rows)
     problems = check(kind, list(given), _say)
     for problem in problems:
         _say(problem)
@@ -399,6 +403,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # On some CPUs bitsandbytes logs at every import that another package has a faster kernel.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     given = list(sys.argv[1:] if arguments is None else arguments)
+    # TRL's parser knows `--config FILE` alone.
+    given = [word for each in given for word in (each.split("=", 1) if each.startswith("--config=") else [each])]
     command = parser.parse_args(given[:1]).command
     try:
         # The module of a user's own `module:function` may lie in the current directory. If this directory is not on

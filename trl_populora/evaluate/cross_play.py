@@ -119,12 +119,23 @@ def score_members(
     Raises:
         `ValueError`: If the referee knows the kind of none of the tasks.
     """
+    known = keep_known(referee, tasks)
+    bar = tqdm(members, desc="given tasks", unit="member")
+    return {member: fmean(solve_rates(referee, player, member, known, attempts)) for member in bar}
+
+
+def keep_known(referee: Referee, tasks: Sequence[Task]) -> list[Task]:
+    """
+    Keeps the tasks whose kind the referee knows.
+
+    Raises:
+        `ValueError`: If there is none.
+    """
     known = [task for task in tasks if task.kind in referee.kinds]
     if not known:
         kinds = ", ".join(sorted({task.kind for task in tasks})) or "no kind"
         raise ValueError(f"The given tasks are of {kinds}; these members play {', '.join(referee.kinds)}.")
-    bar = tqdm(members, desc="given tasks", unit="member")
-    return {member: fmean(solve_rates(referee, player, member, known, attempts)) for member in bar}
+    return known
 
 
 def cross_play(

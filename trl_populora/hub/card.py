@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+import shlex
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -357,9 +358,9 @@ def _write_base_code(base: str, revision: str) -> dict[str, str]:
     # The embedded base lies inside the installed package, so code has to ask the package for its path.
     if base != TINY:
         if revision == "main":
-            return {"base_import": "", "base_code": f'"{base}"', "base_shell": base}
-        code = f'"{base}", revision="{revision}"'
-        return {"base_import": "", "base_code": code, "base_shell": f"{base} --revision {revision}"}
+            return {"base_import": "", "base_code": json.dumps(base), "base_shell": shlex.quote(base)}
+        code = f"{json.dumps(base)}, revision={json.dumps(revision)}"
+        return {"base_import": "", "base_code": code, "base_shell": shlex.join([base, "--revision", revision])}
     line, code = "from trl_populora.assets import tiny_base_path", "tiny_base_path()"
     return {
         "base_import": f"{line}\n",
