@@ -31,11 +31,12 @@ from trl_populora.start import list_lora_configs
 
 
 WRITERS = ["a", "b", "c", "d"]
-STEPS = 4  # of each of 35 runs
+STEPS = 4  # of each of 40 runs
 CASES = {
     "rates": {"learning_rate": [1e-2, 3e-3, 2e-2, 1e-3]},
     # The ratios to the old policy differ from 1 in the second iteration only.
     "clipping": {"epsilon": [0.2, 0.003, 0.0, 0.05], "num_iterations": 2},
+    "clipping with one upper bound": {"epsilon": [0.2, 0.003, 0.0, 0.05], "epsilon_high": 0.004, "num_iterations": 2},
     "clipping of cispo": {"epsilon": [0.2, 0.003, 0.0, 0.05], "num_iterations": 2, "loss_type": "cispo"},
     "temperatures": {"temperature": [1.0, 0.5, 2.0, 0.5], "num_iterations": 2},
     "temperatures and pulls": {"temperature": [1.0, 0.5, 2.0, 0.5], "beta": [0.04, 0.1, 0.3, 0.0]},

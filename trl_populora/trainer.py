@@ -1067,9 +1067,10 @@ class PopuLoRATrainer(HubTrainer):
         if {*betas} != {self.beta}:
             found["beta"] = PerRow(torch.tensor(betas, device=members.device)[members])
         if {*epsilons} != {self.epsilon_low}:
-            found["epsilon_low"] = torch.tensor(epsilons, device=members.device)[members][:, None]
-            if self.args.epsilon_high is None:  # then TRL takes `epsilon` for both
-                found["epsilon_high"] = found["epsilon_low"]
+            low = found["epsilon_low"] = torch.tensor(epsilons, device=members.device)[members][:, None]
+            # Without `epsilon_high` TRL takes `epsilon` for both. Its `clamp` wants two tensors or two numbers.
+            high = self.args.epsilon_high
+            found["epsilon_high"] = low if high is None else torch.full_like(low, high)
         return start.replace_attributes(self, **found)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
