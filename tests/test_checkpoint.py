@@ -173,6 +173,33 @@ class TestRowsOfTheReplaced:
         assert {event["step"] for event in read_lines(tmp_path / "lineage.jsonl")} == {2, 4}
         assert steps_played(tmp_path) == [1, 3, 4, 5], "the rows of step 3 are lost, and step 5 has newborns"
 
+    @pytest.mark.parametrize(
+        ("begun", "changed"),
+        [
+            (ON_PROMPTS, {"beta": 0.04}),
+            (ON_PROMPTS, {"loss_type": "grpo"}),
+            pytest.param({}, {"teacher_beta": 0.04}, marks=pytest.mark.slow),
+        ],
+        ids=["a KL term", "another loss", "a KL term of teachers"],
+    )
+    def test_a_run_that_goes_on_with_another_loss_samples_before_it_trains(
+        self, base, tmp_path, begun, changed, caplog
+    ):
+        settings = begun | self.ITERATIONS | {"evolve_every": 0, "save_steps": 1, "loss_type": "dapo"}
+        make_trainer(base, str(tmp_path), settings | {"max_steps": 1}).train()
+        trainer, sampled = make_trainer(base, str(tmp_path), settings | changed | {"max_steps": 3}), []
+        sample = trainer._generate_and_score_completions
+
+        def note(batch):
+            sampled.append(trainer.state.global_step)
+            return sample(batch)
+
+        trainer._generate_and_score_completions = note
+        trainer.train(resume_from_checkpoint=True)
+        assert sampled == [1, 2]
+        (told,) = [line for line in caplog.messages if "dropped" in line]
+        assert f"another `{[*changed][0]}`" in told
+
     def test_a_member_that_is_replaced_by_hand_plays_before_it_is_trained(self, base, tmp_path):
         class Replace(TrainerCallback):
             def on_step_end(self, args, state, control, **kwargs):

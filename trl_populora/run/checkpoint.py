@@ -65,6 +65,8 @@ PREFIX = "checkpoint-"
 UNFINISHED = "_unfinished"  # uploads to the Hub leave out names with a leading underscore
 MANIFEST = "whole.json"
 NEWEST = "newest"
+# Settings that decide what the loss reads of a row, and how much the row weighs in it.
+_DECIDE_LOSS = ("beta", "teacher_beta", "loss_type", "use_vllm", "vllm_importance_sampling_correction")
 
 
 def choose_checkpoint(wanted: str | bool | None, output_dir: str) -> str | None:
@@ -488,7 +490,8 @@ def load_game(
 
     Returns:
         [`RankState`]: State of this rank. If another number of processes saved the checkpoint, or a step of the game
-            has another number of rows now, the state has no buffered rows and nothing to log.
+            has another number of rows now, the state has no buffered rows and nothing to log. If the loss is another
+            now, it has no buffered rows.
 
     Raises:
         `ValueError`: If `population.json`, `game.json`, this rank's state or the archive is missing or broken, or if
@@ -509,7 +512,7 @@ def load_game(
         # With several ranks on one CPU the device is `cpu:0`, a name that `torch.load` does not know.
         place = "cpu" if device.type == "cpu" else device
         try:
-            return RankState(**torch.load(path, map_location=place, weights_only=True))
+            state = RankState(**torch.load(path, map_location=place, weights_only=True))
         except torch.OutOfMemoryError:  # the device is full; the file may be whole
             raise
         except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
@@ -522,6 +525,13 @@ def load_game(
                 f"{path} is of another version of this package ({error}). Resume with that version, or start a new "
                 "run with `warm_start`."
             ) from error
+        given, ours = saved.get("settings", {}), vars(args) | args.member_values
+        changed = [name for name in _DECIDE_LOSS if name in given and given[name] != ours[name]]
+        if changed and state.buffered is not None:
+            told = ", ".join(f"`{name}`" for name in changed)
+            logger.warning("%s has rows that were to be trained on with another %s. They are dropped.", root, told)
+            state.buffered = state.played = None
+        return state
     if processes != args.world_size:
         logger.warning(
             "%s was saved by %d processes and is resumed by %d. Every rank samples anew, so this run differs from one "
