@@ -105,7 +105,9 @@ def test_who_stays_trains_as_if_nobody_had_left(random_base, tmp_path, case):
     assert len(list_prompts(calls, "student_1")) == len(list_prompts(all_calls, "student_1")) // 2
 
 
-@pytest.mark.parametrize("with_what", ["an optimizer of the user's own", "a scale of gradients"])
+@pytest.mark.parametrize(
+    "with_what", ["an optimizer of the user's own", "rates that are tensors", "a scale of gradients"]
+)
 def test_the_members_that_come_and_go_do_not_notice(random_base, tmp_path, monkeypatch, with_what):
     """The optimizer and the scaler are PyTorch's. They meet a seat that is empty, and then one that is taken again."""
     options = {"max_steps": 4, "learning_rate": [1e-2, 3e-3, 2e-2]}
@@ -119,6 +121,8 @@ def test_the_members_that_come_and_go_do_not_notice(random_base, tmp_path, monke
             own.train()
         (call,) = re.findall(r"`trainer.optimizer = AdamW\((.*?)\)`,", str(refused.value))
         groups = eval(call, {"trainer": own, "member_param_groups": member_param_groups})
+        if with_what == "rates that are tensors":  # as torchao makes them
+            groups = [group | {"lr": torch.tensor(group["lr"])} for group in groups]
         own.optimizer = torch.optim.AdamW(groups, eps=plain.args.adam_epsilon, fused=True)
     changes = {
         "after_1": lambda trainer: trainer.remove_member("student_1"),
@@ -129,6 +133,8 @@ def test_the_members_that_come_and_go_do_not_notice(random_base, tmp_path, monke
         trainer.train()
     if with_what == "a scale of gradients":
         assert own.accelerator.scaler.state_dict()["_growth_tracker"] == 4, "all steps took scaled gradients"
+    if with_what == "rates that are tensors":
+        assert all(torch.is_tensor(group["lr"]) for group in own.optimizer.param_groups)
     assert own.population.names == ["student_0", "late", "student_2"]
     for name, factors in read_all(plain).items():
         check_close(read_all(own)[name], factors)

@@ -1110,7 +1110,8 @@ class PopuLoRATrainer(HubTrainer):
             else {f"member/{name}/grad_norm": norms.get(name, 0.0) for name in self.population.adapters}
         )
         if self.game is None:
-            rates = {group["member"]: group["lr"] for group in self.optimizer.param_groups if "member" in group}
+            # A rate may be a tensor, as in torchao's optimizers.
+            rates = {each["member"]: float(each["lr"]) for each in self.optimizer.param_groups if "member" in each}
             self._log_values(
                 {f"member/{name}/learning_rate": rate if seats[name] else math.nan for name, rate in rates.items()}
             )

@@ -50,8 +50,8 @@ BROKEN_STEPS = 10
 # What `torch.compile` and activation checkpointing add to the names of modules. Keys of saved adapters are without it.
 _WRAPPER_PARTS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
-# Entries of an optimizer's state that are zero before the first step. If a parameter has any other entry, such as
-# quantised moments, a reset deletes all its entries, and the optimizer makes them anew.
+# Entries of an optimizer's state that are zero before the first step. If a parameter has any other entry, or one that
+# is quantised, a reset deletes all its entries, and the optimizer makes them anew.
 _ZERO_STATE = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}
 
 
@@ -264,7 +264,7 @@ def reset_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, na
     """
     for states, key, group in _find_optimizer_entries(optimizer, model, name):
         state = states.get(key, {})
-        if not _ZERO_STATE.issuperset(state):
+        if not _ZERO_STATE.issuperset(state) or any(map(_is_quantised, state.values())):
             del states[key]
             continue
         for entry, value in state.items():
@@ -275,6 +275,12 @@ def reset_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, na
         # Some optimizers, such as apex's FusedAdam, count steps per group instead of per parameter.
         if "step" in group:
             group["step"] = 0
+
+
+def _is_quantised(entry: Any) -> bool:
+    """Says whether an entry of an optimizer's state is of a tensor class of its own, as torchao's moments are."""
+    local = entry.to_local() if isinstance(entry, DTensor) else entry
+    return isinstance(local, torch.Tensor) and type(local) is not torch.Tensor
 
 
 def _find_optimizer_entries(optimizer, model: nn.Module, name: str) -> list[tuple[dict, torch.Tensor, dict]]:
@@ -420,8 +426,14 @@ def set_learning_rate(optimizer: Any, scheduler: Any, name: str, rate: float) ->
     if place is None:
         return
     # A schedule multiplies the rates of all groups by the same share. A group whose rate is 0 does not show the share.
-    shares = [each["lr"] / each["initial_lr"] for each in groups if each.get("initial_lr")]
-    groups[place]["initial_lr"], groups[place]["lr"] = rate, rate * (shares[0] if shares else 1.0)
+    shares = [float(each["lr"]) / float(each["initial_lr"]) for each in groups if each.get("initial_lr")]
+    current = rate * (shares[0] if shares else 1.0)
+    group = groups[place]
+    group["initial_lr"] = rate
+    if isinstance(group["lr"], torch.Tensor):  # torchao's optimizers refuse a number in its place
+        group["lr"].fill_(current)
+    else:
+        group["lr"] = current
     schedule = getattr(scheduler, "scheduler", scheduler)  # taken out of accelerate's wrapper
     if hasattr(schedule, "base_lrs"):  # `ReduceLROnPlateau` has no base rates
         schedule.base_lrs[place] = rate
