@@ -356,11 +356,30 @@ def test_a_list_of_adapters_tells_it_too(random_base, tmp_path):
         ({"epsilon": [0.1, 0.1, 0.1, True]}, "`epsilon` must be a finite number, got True"),
         ({"seed": [1, 2, 3, 4.5]}, "`seed` must be a whole number, got 4.5"),
         ({"hyperparameter_noise": -1.0}, "`hyperparameter_noise` must be at least 0"),
+        (
+            {"learning_rate": [0.0, 1e-5, 1e-5, 1e-6], "lr_scheduler_type": "polynomial"},
+            "`lr_end=1e-07` with `lr_scheduler_type='polynomial'`: .* members have 0.0, 1e-05, 1e-06.* `min_lr_rate`",
+        ),
     ],
 )
 def test_bad_lists_are_refused(options, said):
     with pytest.raises(ValueError, match=said):
         settle(students=4, **options)
+
+
+COSINE = {"lr_scheduler_type": "cosine_with_min_lr"}
+
+
+def test_a_floor_of_the_schedule_is_a_share_of_the_rate_where_rates_differ():
+    absolute, share = ({"lr_scheduler_kwargs": {name: 0.1}} for name in ("min_lr", "min_lr_rate"))
+    settle(students=2, learning_rate=[1e-3, 1e-3], **COSINE, **absolute)
+    settle(students=2, learning_rate=[0.0, 1e-3], **COSINE, **share)
+    settle(students=2, learning_rate=[1e-2, 1e-3], lr_scheduler_type="polynomial", lr_scheduler_kwargs={"lr_end": 0})
+    with pytest.raises(ValueError, match="`min_lr=0.1` with `lr_scheduler_type='cosine_with_min_lr'`"):
+        settle(students=2, learning_rate=[1e-2, 1e-3], **COSINE, **absolute)
+    game(learning_rate=0.0, teacher_learning_rate=1e-5, **COSINE, **share)
+    with pytest.raises(ValueError, match="members have 0.0, 1e-05"):
+        game(learning_rate=0.0, teacher_learning_rate=1e-5, **COSINE, **absolute)
 
 
 def test_a_bad_list_is_told_without_what_the_game_says_of_it():

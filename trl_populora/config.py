@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 from peft import LoraConfig
+from transformers.trainer_utils import SchedulerType
 from trl import GRPOConfig, ModelConfig, get_peft_config
 
 from trl_populora.files import drop_secrets
@@ -85,6 +86,12 @@ GAME_DEFAULTS = {
     "evolve_every": Breeding.evolve_every,
 }
 PROMPT_DEFAULTS = {"router_aux_loss_coef": 0.0, "teachers": 0, "evolve_every": 0}
+# The argument of a schedule that is a learning rate at which it ends, and its default.
+_FLOORS = {
+    "polynomial": ("lr_end", 1e-7),
+    "cosine_with_min_lr": ("min_lr", None),
+    "cosine_warmup_with_min_lr": ("min_lr", None),
+}
 MEMBER_PROMPTS = ("shared", "own")
 # TRL's options that a dataset run may give as a list with one value for each member. `GAME_MEMBER_OPTIONS` are those
 # that may be lists in the game, too.
@@ -522,6 +529,23 @@ class PopuLoRAConfig(GRPOConfig):
                     f"`accelerator_config` has `{name}`: each process finds its rows by their place in the batch, and "
                     "accelerate would deal the rows to the processes in another way. Leave it out."
                 )
+        self._check_floor()
+
+    def _check_floor(self) -> None:
+        """Refuses a schedule that ends at a rate given as such, if members' rates differ."""
+        kind = SchedulerType(self.lr_scheduler_type).value
+        name, default = _FLOORS.get(kind, ("", None))
+        floor = (self.lr_scheduler_kwargs or {}).get(name, default)
+        rates = [*self.member_values.get("learning_rate", [self.learning_rate])]
+        if self.teacher_learning_rate is not None:
+            rates.append(self.teacher_learning_rate)
+        # transformers divides the floor by `learning_rate`, which is the first member's.
+        if len({*rates}) > 1 and floor is not None and (floor or not self.learning_rate):
+            raise ValueError(
+                f"`{name}={floor}` with `lr_scheduler_type={kind!r}`: transformers would make it a share of "
+                f"`learning_rate`, and members have {', '.join(map(str, dict.fromkeys(rates)))}. Set "
+                "'cosine_with_min_lr' and, in `lr_scheduler_kwargs`, `min_lr_rate`: a share of each member's rate."
+            )
 
     def _list_game_options(self) -> list[str]:
         """Lists the options that only the game has, and that differ from their defaults."""
