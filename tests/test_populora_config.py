@@ -143,6 +143,7 @@ def test_what_a_refusal_suggests_passes_every_check_without_a_warning_of_lone_pr
             "`use_transformers_paged=True` is not supported in a population: it reorders rows",
         ),
         ({"optim_target_modules": "all-linear"}, "`optim_target_modules='all-linear'` is not supported"),
+        ({"optim": "schedule_free_adamw"}, "`optim='schedule_free_adamw'` is not supported in a population"),
         ({"max_steps": -1}, "`max_steps` must be positive"),
         ({"eval_attempts": 0}, "`eval_attempts` must be at least 1, got 0"),
         ({"generation_batch_size": 12}, "`generation_batch_size=12`"),

@@ -529,6 +529,11 @@ class PopuLoRAConfig(GRPOConfig):
                     f"`accelerator_config` has `{name}`: each process finds its rows by their place in the batch, and "
                     "accelerate would deal the rows to the processes in another way. Leave it out."
                 )
+        if self.optim.startswith("schedule_free"):
+            raise ValueError(
+                f"`optim={self.optim.value!r}` is not supported in a population: it sums up all steps of a parameter "
+                "group, so that a newborn's first updates would be too large. Choose another, such as 'adamw_torch'."
+            )
         self._check_floor()
 
     def _check_floor(self) -> None:
