@@ -13,6 +13,7 @@ from trl_populora.lora.members import (
     member_param_groups,
     member_parameters,
     read_member,
+    set_learning_rate,
     step_in_spite_of_overflow,
     withhold_gradients,
 )
@@ -31,6 +32,17 @@ def test_one_group_per_member_holds_all_of_it_once():
     assert described == [("member_0", 2.0, 0.5), ("member_1", 2.0, 0.5), ("member_2", 2.0, 0.5)]
     grouped = [id(p) for group in groups for p in group["params"]]
     assert sorted(grouped) == sorted(id(p) for p in model.parameters() if p.requires_grad)
+
+
+def test_a_new_rate_has_the_share_to_which_a_plateau_has_lowered_the_others():
+    model, _, names = make_population(2)
+    optimizer = torch.optim.AdamW(member_param_groups(model, dict.fromkeys(names, 1e-2)))
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    for metric in (1.0, 2.0, 3.0):
+        schedule.step(metric)
+    for _ in range(2):  # also the second time
+        set_learning_rate(optimizer, schedule, "member_1", 5e-3)
+        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([1e-4, 5e-5])
 
 
 @pytest.mark.parametrize("max_norm", [-1.0, 0.0, 0.1, 1e6])

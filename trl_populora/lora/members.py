@@ -403,6 +403,7 @@ def member_param_groups(model: nn.Module, rates: Mapping[str, float], weight_dec
         {
             "params": list(member_parameters(model, name).values()),
             "lr": rate,
+            "initial_lr": rate,  # most schedules would write it; `ReduceLROnPlateau` does not
             "weight_decay": weight_decay,
             "member": name,
         }
