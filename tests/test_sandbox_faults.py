@@ -179,6 +179,30 @@ def test_a_forked_process_cannot_use_the_sandbox():
         assert box.run([Job("def f(x): return 2", ONE)])[0].outputs == ("2",)
 
 
+def test_a_fork_with_a_copy_of_a_program_s_socket_keeps_no_job_waiting(monkeypatch):
+    start, forks = Worker.start, []
+
+    def fork_and_start(self, *arguments):
+        forks.append(os.fork())
+        if not forks[-1]:
+            time.sleep(60)
+            os._exit(0)
+        start(self, *arguments)
+
+    # The second answer is longer than what one read of the socket takes.
+    jobs = [Job("def f(x): return x", ONE), Job("def f(x): return 'a' * 300_000", ONE)]
+    with Sandbox(workers=1, limits=Limits(output_bytes=1 << 20)) as box:
+        monkeypatch.setattr(Worker, "start", fork_and_start)
+        futures = [box.submit(job) for job in jobs]
+        try:
+            verdicts = [future.result(10) for future in futures]
+        finally:
+            for pid in forks:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+    assert [len(verdict.outputs[0]) for verdict in verdicts] == [1, 300_002]
+
+
 def test_a_thousand_jobs_at_once_and_no_growth():
     jobs = [Job(f"def f(x): return x + {i}", ONE) for i in range(1000)]
     with Sandbox(workers=2) as box:

@@ -375,15 +375,15 @@ class Supervisor:
                 worker.jobs.discard(number)
                 pending.event = Observation(kind == protocol.EXPIRED, status, cpu, wall, peak)
                 pending.receive()
-                # The child is dead, so its answer has nearly always arrived whole. If not, the rest is read later.
-                if not pending.end_of_file:
-                    self._listen(number, pending)
+                # The child is dead, so all that it wrote has arrived. The end of the file may still be missing: a
+                # process forked from the trainer may hold a copy of the child's socket.
+                pending.end_of_file = True
                 self._settle(number, pending)
         if events is None:
             self._lose(worker, worker.failure or "it ended")
 
     def _settle(self, number: int, pending: Pending) -> None:
-        """Finishes a run once the answer has ended and the zygote has reported the child's end, in either order."""
+        """Finishes a run once the zygote has reported the child's end. The answer may end before."""
         if not pending.end_of_file:
             return
         self.listener.forget(pending.socket)
