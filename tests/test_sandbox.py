@@ -79,6 +79,10 @@ def test_what_c_reads_inside_an_address_differs_from_run_to_run(sandbox, read):
         ("def f(s, t):\n    return list(s | t)", (frozenset({"cat"}), frozenset({"sun"}))),
         ("def f(a, b):\n    return list(a.keys() & b.keys())", ({"cat": 1, "sun": 2}, {"sun": 3, "cat": 4})),
         ("def f(a, b):\n    k = a.keys()\n    k -= b.keys()\n    return list(k)", ({"cat": 1, "sun": 2}, {})),
+        ("def k(d):\n    return d.keys()\n\n\ndef f(a, b):\n    return list(k(a) | k(b))", ({"cat": 1}, {"sun": 2})),
+        ("def f(a, b):\n    g = lambda k, l: k ^ l\n    return list(g(a.keys(), b.keys()))", ({"cat": 1}, {"sun": 2})),
+        ("from operator import or_\ndef f(a, b):\n    return list(or_(a.keys(), b.keys()))", ({"cat": 1}, {"sun": 2})),
+        ("def f(a, b):\n    return list(a.keys().__or__(b.keys()))", ({"cat": 1}, {"sun": 2})),
     ],
 )
 def test_the_order_of_a_set_of_two_is_found_out_wherever_the_set_is_from(sandbox, program, given):

@@ -45,6 +45,8 @@ _ORDER_CODES = frozenset(opcode.opmap[name] for name in ("BUILD_SET", "SET_ADD",
 # `&`, `|`, `-` and `^`, by which two views of dicts make a set. Python 3.10 has an instruction for each, and later
 # versions have one instruction for all, with the operator as its argument.
 _VIEWS = frozenset(("keys", "items"))
+_OPERATOR_METHODS = frozenset(f"__{kind}{name}__" for kind in ("", "r", "i") for name in ("and", "or", "sub", "xor"))
+_OPERATOR_FUNCTIONS = frozenset(("and_", "or_", "sub", "xor", "iand", "ior", "isub", "ixor"))
 _OPERATOR_CODES = frozenset(
     opcode.opmap[f"{kind}_{name}"]
     for kind in ("BINARY", "INPLACE")
@@ -197,12 +199,29 @@ def _block(size: int) -> object:
 
 def _order_matters(code: types.CodeType) -> bool:
     """Says whether the code uses sets, hashes, addresses or `repr`. If so, two runs may agree by luck."""
-    # In `co_code` every second byte is an instruction. The byte after it is the instruction's argument.
-    instructions, arguments = code.co_code[::2], code.co_code[1::2]
-    if not _ORDER_NAMES.isdisjoint(code.co_names) or not _ORDER_CODES.isdisjoint(instructions):
-        return True
-    if not _VIEWS.isdisjoint(code.co_names):
-        for instruction, argument in zip(instructions, arguments, strict=True):
-            if instruction in _OPERATOR_CODES or (instruction == _BINARY_OP and argument in _SET_OPERATORS):
+    codes, names = [code], set(code.co_names)
+    for each in codes:  # the list grows by the functions and classes in each
+        # In `co_code` every second byte is an instruction. The byte after it is the instruction's argument.
+        if not _ORDER_CODES.isdisjoint(each.co_code[::2]):
+            return True
+        for constant in each.co_consts:
+            if type(constant) is frozenset:
                 return True
-    return any(type(each) is frozenset or (type(each) is _Code and _order_matters(each)) for each in code.co_consts)
+            if type(constant) is _Code:
+                codes.append(constant)
+                names.update(constant.co_names)
+    if not _ORDER_NAMES.isdisjoint(names):
+        return True
+    # One function may return the views of which another makes a set.
+    return not _VIEWS.isdisjoint(names) and (
+        not _OPERATOR_METHODS.isdisjoint(names)
+        or ("operator" in names and not _OPERATOR_FUNCTIONS.isdisjoint(names))
+        or any(map(_has_set_operator, codes))
+    )
+
+
+def _has_set_operator(code: types.CodeType) -> bool:
+    for instruction, argument in zip(code.co_code[::2], code.co_code[1::2], strict=True):
+        if instruction in _OPERATOR_CODES or (instruction == _BINARY_OP and argument in _SET_OPERATORS):
+            return True
+    return False
