@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
@@ -360,6 +361,35 @@ def test_cancelled_and_mixed_use_from_threads():
         assert cancelled
         assert blocker.result(30).status == "timeout"
         assert box.run([Job("f = abs")])[0].ok
+        assert not wait(cancelled, timeout=10).not_done
+
+
+@pytest.fixture
+def interrupt_soon():
+    """Interrupts this thread, as Ctrl-C does, half a second after the call."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield lambda: threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupted_run_leaves_no_job_in_the_queue(interrupt_soon):
+    with Sandbox(workers=1, limits=Limits(cpu_seconds=0.3)) as box:
+        interrupt_soon()
+        with pytest.raises(KeyboardInterrupt):
+            box.run([Job(f"{LOOP}\n# {i}", ONE) for i in range(50)])
+        assert box.run([Job("f = abs", ONE)])[0].ok
+        assert next(box._supervisor.numbers) < 25, "jobs of the first run kept the second one waiting"
+
+
+def test_an_interrupted_start_leaves_nothing(interrupt_soon, monkeypatch, tmp_path):
+    script = tmp_path / "zygote.py"
+    script.write_text("import os, sys\nos.read(int(sys.argv[1]), 1)")  # never ready, and ends with its socket
+    monkeypatch.setattr(worker_module, "_SCRIPT", script)
+    threads, before = threading.active_count(), descriptors()
+    interrupt_soon()
+    with pytest.raises(KeyboardInterrupt):
+        Sandbox(workers=1)
+    assert (threading.active_count(), descriptors()) == (threads, before)
 
 
 def test_no_signal_handler_or_thread_is_left(recwarn):

@@ -90,8 +90,15 @@ class Sandbox:
 
     def run(self, jobs: Iterable[Job]) -> list[Verdict]:
         """Runs all jobs and returns their verdicts, in order."""
-        futures = [self.submit(job) for job in jobs]
-        wait(futures)
+        futures = []
+        try:
+            for job in jobs:
+                futures.append(self.submit(job))
+            wait(futures)
+        except BaseException:  # such as Ctrl-C
+            for future in futures:
+                future.cancel()
+            raise
         return [future.result() for future in futures]
 
     @property

@@ -213,14 +213,18 @@ class Supervisor:
         self.failure: Exception | None = None
         self.closed, self.ready = False, threading.Event()
         self.listener, self.next_check = Listener(), 0.0
-        for index in (0, 1):
-            self._populate(index)
         self.thread = threading.Thread(target=self._loop, name="sandbox", daemon=True)
-        self.thread.start()
-        _alive.add(self)
-        if not self.ready.wait(START_SECONDS * FAILED_STARTS) or self.failure:
+        try:
+            for index in (0, 1):
+                self._populate(index)
+            self.thread.start()
+            _alive.add(self)
+            if not self.ready.wait(START_SECONDS * FAILED_STARTS) or self.failure:
+                late = f"zygotes were not ready within {START_SECONDS * FAILED_STARTS:g} s"
+                raise self.failure or RuntimeError(late)
+        except BaseException:  # Ctrl-C as well must leave neither the thread nor a zygote
             self.close()
-            raise self.failure or RuntimeError(f"zygotes were not ready within {START_SECONDS * FAILED_STARTS:g} s")
+            raise
 
     # Called from any thread.
 
@@ -257,8 +261,10 @@ class Supervisor:
         """Ends the thread, which ends the zygotes and refuses the unfinished jobs."""
         self.closed = True
         self.listener.wake()
+        if self.thread.ident is None:  # an error has come before the thread's start
+            self._shut_down()
         # The finalizer of a dropped `Sandbox` may run in any thread. The supervisor's thread cannot wait for itself.
-        if self.thread is not threading.current_thread():
+        elif self.thread is not threading.current_thread():
             self.thread.join(30)
 
     def _workers(self) -> list[Worker]:
@@ -311,6 +317,7 @@ class Supervisor:
         """
         if pending.future.cancelled():
             self.unresolved.discard(pending)
+            pending.future.set_running_or_notify_cancel()  # ends the waiting of `concurrent.futures.wait`
             return True
         index = pending.seed_index
         if index not in self.pools:
