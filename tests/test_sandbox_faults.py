@@ -337,6 +337,72 @@ def test_descriptors_run_out_without_a_wrong_verdict():
     assert done.stdout.strip() in ("['Too many open files', 'ok'] ok", "['Too many open files'] ok"), done
 
 
+# With three free descriptors a program can be handed over, but no zygote can be started.
+FEW = """
+    import os, resource, signal, sys, time
+    sys.path.insert(0, {root!r})
+    from trl_populora.sandbox import Job, Sandbox
+    from trl_populora.sandbox.pool import SandboxSettings, start_sandbox
+    box = Sandbox(workers=1)
+    held = [open("/dev/null") for _ in range(20)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (held[-1].fileno() + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    for _ in range(3):
+        held.pop().close()
+    {happens}
+    for each in held:
+        each.close()
+    print(box.submit(Job("f = abs", ("[\\"t\\",1]",), runs=6)).result(20).status)
+"""
+ASK_FOR_A_ZYGOTE = """
+    try:
+        box.submit(Job("f = abs", ("[\\"t\\",1]",), runs=6)).result(20)
+    except OSError as error:
+        print(error.strerror)
+"""
+END_ZYGOTES = """
+    for each in box._supervisor._workers():
+        os.killpg(each.process.pid, signal.SIGKILL)
+    time.sleep(1)
+    print("ended")
+"""
+END_ZYGOTES_AND_PROBE = """
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    old = box._supervisor._workers()
+    for each in old:
+        os.killpg(each.process.pid, signal.SIGKILL)
+    while len(set(box._supervisor._workers()) - set(old)) < 2:
+        pass
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    time.sleep(1)
+    print(box.report()["zygotes"])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+"""
+START_ANOTHER = """
+    try:
+        start_sandbox(SandboxSettings(sandbox_workers=1), 0, 0, lambda told: told)
+    except RuntimeError as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("happens", "said"),
+    [
+        (ASK_FOR_A_ZYGOTE, "Too many open files\nok\n"),
+        (END_ZYGOTES, "ended\nok\n"),
+        (END_ZYGOTES_AND_PROBE, "0\nok\n"),
+        (START_ANOTHER, "[Errno 24] Too many open files\nok\n"),
+    ],
+    ids=["asked", "ended", "probed", "started"],
+)
+def test_zygotes_start_again_when_descriptors_come_back(happens, said):
+    program = textwrap.dedent(FEW.format(root=str(ROOT), happens=happens.strip()))
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == said, done.stderr
+
+
 def test_the_wall_clock_does_not_matter(monkeypatch):
     """In the trainer's process it jumps by a day at every look. A zygote is a process of its own."""
     jumps = (1e9 + 86400.0 * place for place in itertools.count())

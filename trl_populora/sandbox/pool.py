@@ -51,6 +51,7 @@ class Sandbox:
     Raises:
         `RuntimeError`: If this host is not Linux, if it cannot confine programs and `allow_weak` is not set, or if its
             zygotes do not start.
+        `OSError`: If no file descriptor or process is left for a zygote.
         `ValueError`: If `workers` is below 1 or a package is not installed.
     """
 
@@ -182,7 +183,7 @@ def start_sandbox(settings: SandboxSettings, rank: int, local_rank: int, gather:
     sandbox, failure = None, ""
     try:
         sandbox = Sandbox(settings.sandbox_workers, settings.limits, settings.sandbox_allow_weak, **further)
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         failure = str(error)
     # All ranks hear of a failure, so that no rank waits for one that has raised.
     told = gather([failure])

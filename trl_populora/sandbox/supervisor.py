@@ -196,6 +196,7 @@ class Supervisor:
 
     Raises:
         `RuntimeError`: If zygotes do not start, or the host cannot confine programs and `allow_weak` is not set.
+        `OSError`: If no file descriptor or process is left to start them.
     """
 
     def __init__(self, workers: int, *, seed: int, allow_weak: bool, options: dict):
@@ -288,7 +289,7 @@ class Supervisor:
             self.ready.set()
 
     def _populate(self, index: int) -> None:
-        """Starts the zygotes of one hash seed."""
+        """Starts the missing zygotes of one hash seed; raises `OSError` if no file descriptor is left for one."""
         # The seeds of index 0 and 1 run most programs. Each of them gets one zygote per two workers, each further seed
         # gets one zygote.
         copies = (self.workers + 1) // 2 if index < 2 else 1
@@ -320,8 +321,11 @@ class Supervisor:
             pending.future.set_running_or_notify_cancel()  # ends the waiting of `concurrent.futures.wait`
             return True
         index = pending.seed_index
-        if index not in self.pools:
-            self._populate(index)
+        if not self.pools.get(index):
+            try:
+                self._populate(index)
+            except OSError as error:
+                return self._put_off(pending, error)
         healthy = [each for each in self.pools[index] if each.healthy]
         if healthy:
             return self._start(pending, min(healthy, key=lambda each: len(each.jobs)))
@@ -334,12 +338,7 @@ class Supervisor:
         try:
             theirs = pending.open()
         except OSError as error:
-            # No descriptor is left. A job that ends gives its descriptor back. If no job runs, none comes back.
-            if self.running:
-                self.queue.appendleft(pending)
-            else:
-                self._resolve(pending, error)
-            return False
+            return self._put_off(pending, error)
         with theirs:
             pending.late_at = time.monotonic() + limits.cpu_seconds * LONGEST_EXTENSION + GRACE_SECONDS
             self.running[number] = pending
@@ -354,6 +353,17 @@ class Supervisor:
         if pending.send() & select.EPOLLOUT:
             self._listen(number, pending, select.EPOLLIN | select.EPOLLOUT)
         return True
+
+    def _put_off(self, pending: Pending, error: OSError) -> bool:
+        """Puts a job back into the queue, because no file descriptor is left; returns `False`."""
+        if pending.probe_of is not None:
+            return False  # `_check_late` probes again
+        # A job that ends gives its descriptor back. If no job runs, none comes back.
+        if self.running:
+            self.queue.appendleft(pending)
+        else:
+            self._resolve(pending, error)
+        return False
 
     def _listen(self, number: int, pending: Pending, mask: int = select.EPOLLIN) -> None:
         """Reads a job's answer as it arrives."""
@@ -460,11 +470,18 @@ class Supervisor:
         if self.failed_starts >= FAILED_STARTS:
             self.failure = RuntimeError(f"{FAILED_STARTS} zygotes in a row did not start: {words}")
             self.closed = True
-        else:
+            return
+        try:
             self._populate(worker.seed_index)
+        except OSError:  # `_dispatch` and `_check_late` try again
+            self.queue.extend(self.waiting.pop(worker.seed_index, ()))
 
     def _check_late(self) -> None:
-        """Replaces zygotes that do not start or do not report; begins to read answers of programs that take long."""
+        """
+        Replaces zygotes that do not start or do not report; begins to read answers of programs that take long.
+
+        It also makes up for what a lack of file descriptors has prevented: the start of a zygote, and its probe.
+        """
         now = time.monotonic()
         self.next_check = now + 0.5
         for worker in self._workers():
@@ -474,6 +491,11 @@ class Supervisor:
                 continue
             for number in worker.jobs:
                 self._listen(number, self.running[number])
+            if worker.layers and not worker.healthy and not worker.jobs:
+                self._probe(worker)
+        with contextlib.suppress(OSError):
+            for index in () if self.closed else self.pools:
+                self._populate(index)
 
     def _shut_down(self) -> None:
         """Ends all zygotes, and sets an error in the future of each unfinished job."""

@@ -28,6 +28,9 @@ class Worker:
         seed_index: Number of the hash seed among those of the sandbox.
         hash_seed: The hash seed: `PYTHONHASHSEED` of the zygote.
         options: Options of the zygote, passed on its command line as JSON.
+
+    Raises:
+        `OSError`: If no file descriptor or process is left for it.
     """
 
     def __init__(self, seed_index: int, hash_seed: int, options: dict):
@@ -38,18 +41,22 @@ class Worker:
             # With a clean environment and `-s -S` no site-packages, no .pth file and no variable of the trainer
             # reaches the zygote.
             command = [sys.executable, "-s", "-S", "-B", str(_SCRIPT), str(theirs.fileno()), json.dumps(options)]
-            self.process = subprocess.Popen(
-                command,
-                # LD_BIND_NOW looks symbols up before the first fork. Without it each child would do so anew, and copy
-                # the memory pages that hold the addresses.
-                env={"PYTHONHASHSEED": str(hash_seed), "LC_ALL": "C.UTF-8", "LD_BIND_NOW": "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                cwd="/",
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # the zygote and its children are one group, which `kill` can end
-            )
+            try:
+                self.process = subprocess.Popen(
+                    command,
+                    # LD_BIND_NOW looks symbols up before the first fork. Without it each child would do so anew, and
+                    # copy the memory pages that hold the addresses.
+                    env={"PYTHONHASHSEED": str(hash_seed), "LC_ALL": "C.UTF-8", "LD_BIND_NOW": "1"},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    cwd="/",
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,  # the zygote and its children are one group, which `kill` can end
+                )
+            except OSError:
+                self.control.close()
+                raise
         self.control.setblocking(False)
         assert self.process.stderr is not None
         self.errors = self.process.stderr
