@@ -91,6 +91,50 @@ def test_the_order_of_a_set_of_two_is_found_out_wherever_the_set_is_from(sandbox
     assert verdict.status is Status.NONDETERMINISTIC, verdict.outputs
 
 
+DATES = """
+import abc
+import datetime
+from datetime import date, datetime as stamp, timedelta
+
+
+class Due(date):
+    pass
+
+
+class Moment(stamp):
+    pass
+
+
+class Day(date, abc.ABC):
+    pass
+
+
+def f(x):
+    day, due, now = date(2020, 1, 1), Due(2020, 1, 1), stamp(2020, 1, 1, 2)
+    return {expression}
+"""
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "isinstance(day, Due), isinstance(due, Due), isinstance(due, date), isinstance(now, date)",
+        "issubclass(date, Due), issubclass(Due, date), issubclass(stamp, date), issubclass(Moment, Due)",
+        "type(now.date()) is date, type(Moment(2020, 1, 1).date()) is date, now.date() == day",
+        "type(date.min) is date, type(stamp.max) is stamp, str(date.max), str(stamp.min)",
+        "type(due + timedelta(1)) is Due, type(day + timedelta(1)) is date",
+        "[repr(each) for each in (day, due, now, now.date(), Moment(2020, 1, 1), date.min)]",
+        "isinstance(day, Day), isinstance(Day(2020, 1, 1), Day), Day(2020, 1, 1).isoformat()",
+    ],
+)
+def test_dates_and_classes_of_dates_do_what_they_do_in_python(sandbox, expression):
+    program = DATES.replace("{expression}", expression)
+    (verdict,) = sandbox.run([Job(program, (arguments(1),))])
+    own = {"__name__": "program"}
+    exec(program, own)
+    assert verdict.outputs == (encode(own["f"](1)),), verdict.reason
+
+
 def test_an_object_has_one_address_within_its_hash_and_outside(sandbox):
     program = "class K:\n    def __hash__(self):\n        self.seen = id(self)\n        return 1\n\n\n"
     program += "def f(x):\n    k = K()\n    hash(k)\n    return k.seen == id(k) and {id(k): x}[id(k)] == x"

@@ -12,6 +12,7 @@ another result.
 
 from __future__ import annotations
 
+import abc
 import datetime
 import re
 import sys
@@ -80,28 +81,37 @@ def _guard_time(stop: Stop) -> types.ModuleType:
 def _guard_datetime(stop: Stop) -> types.ModuleType:
     """Copies `datetime` and guards `now`, `utcnow` and `today`."""
 
-    class Meta(type):
+    guarded: list[Any] = []
+
+    class Meta(abc.ABCMeta):  # so that a program's class may have a date and `ABC` as bases
         # The standard library makes plain dates. They must count as instances of the program's guarded `date`.
         def __instancecheck__(cls, value: Any) -> bool:
-            return isinstance(value, cls.__mro__[1])
+            return isinstance(value, cls.__mro__[1]) if cls in guarded else super().__instancecheck__(value)
 
         def __subclasscheck__(cls, other: type) -> bool:
-            return cls.__mro__[1] in other.__mro__
+            return issubclass(other, cls.__mro__[1]) if cls in guarded else super().__subclasscheck__(other)
 
-    def guard(base: type, clocks: tuple[str, ...]) -> type:
+    def guard(base: type, clocks: tuple[str, ...], **methods: Callable) -> Any:
         """
         Makes a subclass that looks like its base. Its methods named in `clocks`, such as `now`, stop the program when
         they are called.
         """
         plain_repr: Callable = base.__repr__
         body: dict[str, Any] = {name: classmethod(_make_stopper(stop, f"{base.__name__}.{name}()")) for name in clocks}
-        body["__repr__"] = lambda self: "datetime." + plain_repr(self)
+        # Python writes the module in front of its own classes only.
+        body["__repr__"] = lambda self: "datetime." * (type(self) in guarded) + plain_repr(self)
         body["__module__"] = "datetime"
-        return Meta(base.__name__, (base,), body)
+        guarded.append(Meta(base.__name__, (base,), body | methods))
+        return guarded[-1]
+
+    def to_date(self: datetime.datetime) -> datetime.date:
+        return date(self.year, self.month, self.day)
 
     facade = _copy(datetime)
-    facade.datetime = guard(datetime.datetime, ("now", "utcnow", "today"))
-    facade.date = guard(datetime.date, ("today",))
+    date = facade.date = guard(datetime.date, ("today",))
+    facade.datetime = guard(datetime.datetime, ("now", "utcnow", "today"), date=to_date)
+    for kind in guarded:
+        kind.min, kind.max = (kind.fromisoformat(each.isoformat()) for each in (kind.min, kind.max))
     return facade
 
 
