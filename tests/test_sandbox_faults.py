@@ -537,6 +537,21 @@ def test_time_of_a_zygote_that_cannot_start(monkeypatch, tmp_path):
     assert time.perf_counter() - start < 20
 
 
+def test_a_python_that_finds_its_library_by_variables_starts_and_programs_do_not_see_them(monkeypatch, tmp_path):
+    python = tmp_path / "python"
+    python.write_text(f"""#!/bin/sh
+test "$LD_LIBRARY_PATH" = {tmp_path} && test "$PYTHONHOME" = {sys.base_prefix} && test -z "$TOKEN" || exit 127
+exec {sys.executable} "$@"
+""")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    for name, value in (("LD_LIBRARY_PATH", str(tmp_path)), ("PYTHONHOME", sys.base_prefix), ("TOKEN", "secret")):
+        monkeypatch.setenv(name, value)
+    with Sandbox(workers=1, soft=False) as box:
+        (verdict,) = box.run([Job("import os\ndef f(x): return sorted(os.environ)", ONE)])
+    assert verdict.outputs == (encode(["TZ"]),)
+
+
 def test_a_zygote_that_fails_once_at_its_start_is_replaced_and_the_report_says_why(monkeypatch, tmp_path):
     failed, real = tmp_path / "failed", worker_module._SCRIPT
     told = EVENT.pack(FAILED, 0, 0, 0.0, 0.0, 0) + b'{"error": "OSError: not today"}'

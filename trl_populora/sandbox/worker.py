@@ -18,6 +18,7 @@ from . import confine, protocol
 
 
 _SCRIPT = Path(__file__).with_name("launch.py")
+_FIND_PYTHON = ("LD_LIBRARY_PATH", "PYTHONHOME")  # by which Python finds its own library, as in modules of a cluster
 
 
 class Worker:
@@ -38,15 +39,16 @@ class Worker:
         # SOCK_SEQPACKET keeps messages apart, so that each `recv` returns exactly one event.
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            # With a clean environment and `-s -S` no site-packages, no .pth file and no variable of the trainer
-            # reaches the zygote.
+            # With a clean environment and `-s -S` no site-packages, no .pth file and no further variable of the
+            # trainer reaches the zygote. It drops the environment before it serves.
+            found = {name: os.environ[name] for name in _FIND_PYTHON if name in os.environ}
             command = [sys.executable, "-s", "-S", "-B", str(_SCRIPT), str(theirs.fileno()), json.dumps(options)]
             try:
                 self.process = subprocess.Popen(
                     command,
                     # LD_BIND_NOW looks symbols up before the first fork. Without it each child would do so anew, and
                     # copy the memory pages that hold the addresses.
-                    env={"PYTHONHASHSEED": str(hash_seed), "LC_ALL": "C.UTF-8", "LD_BIND_NOW": "1"},
+                    env={"PYTHONHASHSEED": str(hash_seed), "LC_ALL": "C.UTF-8", "LD_BIND_NOW": "1"} | found,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.PIPE,
