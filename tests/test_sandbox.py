@@ -142,6 +142,17 @@ def test_an_object_has_one_address_within_its_hash_and_outside(sandbox):
     assert (verdict.status, verdict.outputs) == (Status.OK, ("true",)), verdict.reason
 
 
+@pytest.mark.parametrize(
+    "combined", ["tuple(hash(q) for q in s.a)", "[hash(q) for q in s.a][0]", "(lambda: hash(s.a[0]))()"]
+)
+def test_a_hash_method_may_combine_hashes_in_an_inner_expression(sandbox, combined):
+    program = f"class P:\n    def __init__(s, *a): s.a = a\n    def __hash__(s): return hash({combined})\n"
+    program += "    def __eq__(s, o): return s.a == o.a\n"
+    program += "def f(x): return len({P('a', x), P('a', x), P('b', x)})"
+    (verdict,) = sandbox.run([Job(program, (arguments(1),), runs=6)])
+    assert (verdict.status, verdict.outputs) == (Status.OK, ("2",)), verdict.reason
+
+
 @pytest.mark.parametrize(("letter", "status"), [("e", Status.OK), ("é", Status.POLICY), ("\ud800", Status.POLICY)])
 def test_a_program_is_measured_in_bytes_and_not_in_characters(sandbox, letter, status):
     program = f"{ADD}# {letter * 60}"

@@ -52,6 +52,11 @@ def depth(n):
 def f(x): return depth(0) % 4
 """,
 )
+determinism("hash_in_a_generator", "def f(x): return sum(hash(q) for q in ('a', 'b')) % 2")
+determinism(
+    "hash_in_a_generator_from_a_hash_method",
+    "class K:\n    def __hash__(s):\n        s.g = (hash(q) for q in 'ab')\n        return 1\ndef f(x):\n    k = K()\n    hash(k)\n    return next(k.g) % 2",
+)
 determinism("hash_in_builtin", "def f(x): return list(map(hash, ['a', 'b']))")
 determinism("hash_method", "def f(x): return 'a'.__hash__()")
 determinism("dict_views", "def f(x): return list({'cat': 1, 'sun': 2}.keys() & {'sun': 3, 'cat': 4}.keys())")

@@ -147,6 +147,7 @@ class Address(int):
 _ADDRESS_USES = {*dir(int)} - {*dir(object)} | {
     f"__{name}__" for name in ("lt", "le", "gt", "ge", "str", "repr", "format", "reduce", "reduce_ex")
 }
+_INNER = frozenset(("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>", "<lambda>"))  # code inside a function
 _FIRST_ADDRESS = 1 << 40  # far from numbers that programs compare an address with, such as -1 and 0
 _ADDRESS_STEP = 1_000_003  # a prime: steps of a power of two would give an address the same last bits in every run
 
@@ -168,7 +169,11 @@ def make_builtins(stop: Stop, limits: Limits) -> dict[str, Callable]:
         # A `__hash__` that the program defines gets plain numbers from `hash` and `id`, so that it may combine them.
         # When the program then calls `hash(x)` from outside that method, this call is guarded. A direct call of
         # `x.__hash__()` is not guarded. But it makes the trainer ask for more runs (`_ORDER_NAMES` in child.py).
-        return sys._getframe(2).f_code.co_name == "__hash__"
+        frame: Any = sys._getframe(2)
+        # If the method hands a generator out, the frame below the generator's is that of the function that reads it.
+        while frame.f_code.co_name in _INNER:
+            frame = frame.f_back
+        return frame.f_code.co_name == "__hash__"
 
     def guarded_hash(value: object, /) -> int:
         if not is_within_hash():
