@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 
@@ -63,7 +64,7 @@ def test_programs_with_a_top_level_f_pass(program):
         ("+".join("1" * 3000), Reject.OVERSIZED),
         ("lambda a, b: " * 500 + "1", Reject.OVERSIZED),
         ("if 1: 0\n" + "elif 1: 0\n" * 500, Reject.OVERSIZED),
-        ("f'" + "{" * 400 + "1" + "}" * 400 + "'", Reject.OVERSIZED),
+        ("f'" + "{ " * 400 + "1" + "} " * 400 + "'", Reject.OVERSIZED),
         ("f'''{" + "(" * 300 + "1" + ")" * 300 + "}'''", Reject.OVERSIZED),
         ("\n".join(" " * depth + "if 1:" for depth in range(110)), Reject.SYNTAX),
     ],
@@ -73,6 +74,16 @@ def test_other_texts_are_refused_with_their_reason(program, reason):
     with pytest.raises(ProgramError) as caught:
         check_program(program)
     assert caught.value.reason is reason
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="before, an f-string could not hold its own quotes")
+def test_quotes_inside_an_f_string_hide_nothing_and_open_nothing():
+    lines = "".join(f"    x += {i}\n" for i in range(60))
+    check_program(f'def f(s):\n    x = f"{{s.count("(")}} open"\n{lines}    return x')
+    for deep in ("-" * 2500 + "1", "(" * 90 + "1" + ")" * 90):
+        with pytest.raises(ProgramError) as caught:
+            check_program(f'def f(d):\n    if f"{{d["#"]}}" and {deep}:\n        return 1')
+        assert caught.value.reason is Reject.OVERSIZED
 
 
 def test_some_digit_limits_do_not_apply_to_every_notation():
