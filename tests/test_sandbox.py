@@ -56,6 +56,12 @@ def test_a_verdict_names_the_module_or_call_that_is_not_allowed(sandbox, line, n
     assert (verdict.status, verdict.reason) == (Status.POLICY, f"{named} is not allowed")
 
 
+@pytest.mark.parametrize("part", ["html.parser", "html.entities", "json.decoder", "collections.abc", "urllib.parse"])
+def test_parts_of_packages_may_be_imported(sandbox, part):
+    (verdict,) = sandbox.run([Job(f"import {part} as part\ndef f(x):\n    return part.__name__", (arguments(1),))])
+    assert verdict.outputs == (encode(part),), verdict.reason
+
+
 @pytest.mark.parametrize(
     "read",
     [

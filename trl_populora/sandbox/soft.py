@@ -27,9 +27,9 @@ from . import entropy, protocol
 MODULES = [
     *("__future__", "abc", "array", "ast", "base64", "bisect", "calendar", "cmath", "collections", "collections.abc"),
     *("colorsys", "contextlib", "copy", "csv", "dataclasses", "datetime", "decimal", "difflib", "enum", "fractions"),
-    *("functools", "graphlib", "heapq", "html", "io", "ipaddress", "itertools", "json", "keyword", "math", "numbers"),
-    *("operator", "pprint", "re", "statistics", "string", "struct", "sys", "textwrap", "time", "traceback", "types"),
-    *("typing", "unicodedata", "urllib.parse", "warnings", "weakref"),
+    *("functools", "graphlib", "heapq", "html", "html.parser", "io", "ipaddress", "itertools", "json", "keyword"),
+    *("math", "numbers", "operator", "pprint", "re", "statistics", "string", "struct", "sys", "textwrap", "time"),
+    *("traceback", "types", "typing", "unicodedata", "urllib.parse", "warnings", "weakref"),
 ]
 # Python itself imports these two modules, but only when a program needs them, and then no file can be opened.
 # `strptime` imports `_strptime` through the program's own `__import__`. Since version 3.12 Python converts large
