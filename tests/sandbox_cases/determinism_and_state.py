@@ -13,6 +13,7 @@ determinism(
     "import time\ndef f(x):\n    try: return time.monotonic() > 0\n    except BaseException: return 1",
 )
 determinism("year", "import datetime\ndef f(x): return datetime.datetime.now().year")
+determinism("today_of_calendar", "import calendar\ndef f(x): return calendar.datetime.date.today().month")
 determinism("today", "from datetime import date\ndef f(x): return date.today().month")
 determinism("utcnow", "from datetime import datetime\ndef f(x): return str(datetime.utcnow())")
 determinism("localtime", "import time\ndef f(x): return time.localtime().tm_year")

@@ -24,7 +24,7 @@ from typing import Any
 
 Stop = Callable[[str], None]
 
-_OPEN = ("statistics",)  # modules that hold a forbidden module: `statistics.random` is the module `random`
+_OPEN = ("calendar", "statistics")  # they hold the real modules `datetime` and `random`
 _CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time", "clock_gettime")
 
 
@@ -49,9 +49,11 @@ def _copy(module: types.ModuleType) -> Any:
 
 def make_facades(stop: Stop) -> dict[str, types.ModuleType]:
     """Makes the guarded copies of modules, by module name."""
-    return {"time": _guard_time(stop), "datetime": _guard_datetime(stop)} | {
-        name: _copy(sys.modules[name]) for name in _OPEN if name in sys.modules
-    }
+    copies = {name: _copy(sys.modules[name]) for name in _OPEN if name in sys.modules}
+    guarded = {"time": _guard_time(stop), "datetime": _guard_datetime(stop)}
+    if "calendar" in copies:
+        copies["calendar"].datetime = guarded["datetime"]
+    return guarded | copies
 
 
 def _guard_time(stop: Stop) -> types.ModuleType:
