@@ -12,7 +12,9 @@ import wandb
 from trackio import sqlite_storage
 
 from tests.populora_run import EVALUATED, ON_PROMPTS, make_trainer
-from trl_populora.report.callbacks import BIRTH, MEMBER, PROMPT_MEMBER
+from tests.prompt_runs import QUESTIONS
+from trl_populora import PopuLoRAConfig
+from trl_populora.report.callbacks import BIRTH, MEMBER, PROMPT_MEMBER, alert
 from trl_populora.run.read import LINEAGE, read_lines
 from trl_populora.trainer import PopuLoRATrainer
 
@@ -172,3 +174,28 @@ def test_a_dataset_runs_table_has_rewards(base, tmp_path, monkeypatch):
         assert tuple(row) == PROMPT_MEMBER
         assert (row["reward"], row["eval_reward"]) == (member["reward"], member["eval_reward"])
         assert None not in (row["reward"], row["eval_reward"])
+
+
+def test_members_that_did_not_learn_are_an_alert_at_the_end(random_base, lora, tmp_path, monkeypatch, caplog):
+    for module in (trackio.utils, sqlite_storage):
+        monkeypatch.setattr(module, "TRACKIO_DIR", tmp_path / "trackio")
+    options = {name: value for name, value in ON_PROMPTS.items() if name != "on_prompts"}
+    options |= {"students": 2, "max_steps": 1, "save_strategy": "no", "report_to": ["trackio"], "project": "flat"}
+    args = PopuLoRAConfig(str(tmp_path / "run"), **options)
+
+    def pay(prompts, **columns):
+        return [1.0] * len(prompts)
+
+    PopuLoRATrainer(random_base, pay, args, QUESTIONS, peft_config=lora).train()
+    (line,) = (message for message in caplog.messages if "did not learn" in message)
+    (run,) = sqlite_storage.SQLiteStorage.get_runs("flat")
+    (told,) = sqlite_storage.SQLiteStorage.get_alerts("flat", run)
+    assert (told["title"], told["text"]) == ("Some members did not learn", line)
+
+
+def test_an_alert_that_no_tracker_takes_is_only_a_warning(caplog):
+    wandb.teardown()
+    alert(["wandb", "trackio"], "No valid proposal", "No proposal of step 1 was valid.")
+    assert [line.split(" (")[0] for line in caplog.messages] == [
+        f"The alert 'No valid proposal' did not reach {name}" for name in ("wandb", "trackio")
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from transformers import TrainerCallback
 
 from trl_populora.run.read import EVALUATION, LINEAGE, classify_log, read_lines
 
+
+logger = logging.getLogger(__name__)
 
 # The trackers that show tables. Both name the functions alike: `Table(columns=..., data=...)` and `log({...})`.
 TRACKERS = ("wandb", "trackio")
@@ -27,13 +30,16 @@ INDIVIDUAL = ("member", "role", "born", "replaced", "generation", "parents", "op
 
 
 def alert(report_to: Sequence[str], title: str, text: str) -> None:
-    """Sends a warning to the trackers, which may pass it on by mail, Slack or a webhook."""
+    """
+    Sends a warning to the trackers, which may pass it on by mail, Slack or a webhook. If a tracker fails, the log says
+    so and the run goes on.
+    """
     for name in _choose_trackers(report_to):
         tracker = importlib.import_module(name)
-        if name == "wandb":
-            tracker.run.alert(title, text, level=tracker.AlertLevel.WARN)
-        else:
-            tracker.alert(title, text, level=tracker.AlertLevel.WARN)
+        try:
+            (tracker.run if name == "wandb" else tracker).alert(title, text, level=tracker.AlertLevel.WARN)
+        except Exception as error:
+            logger.warning("The alert %r did not reach %s (%s).", title, name, error)
 
 
 def _choose_trackers(report_to: Sequence[str]) -> list[str]:

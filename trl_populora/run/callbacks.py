@@ -321,8 +321,10 @@ class PromptAlarms(_Alarms):
         super().__init__(alert)
         self.functions, self.list_idle = functions, list_idle
 
-    def on_train_end(self, args, state, control, **kwargs):
-        if state.is_world_process_zero and (idle := self.list_idle()):
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        logs = logs or {}
+        # Only the summary of a run has `train_loss`. `on_train_end` would be too late: trackers may be closed by then.
+        if state.is_world_process_zero and "train_loss" in logs and (idle := self.list_idle()):
             self._warn(
                 args,
                 "Some members did not learn",
@@ -331,10 +333,8 @@ class PromptAlarms(_Alarms):
                 "(`num_generations`).",
                 ", ".join(idle),
             )
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
         # Some optimizer steps generate nothing: they train on rows of the last generation.
-        if not state.is_world_process_zero or ANSWERED not in (logs or {}) or "reward" not in logs:
+        if not state.is_world_process_zero or ANSWERED not in logs or "reward" not in logs:
             return
         step = state.global_step
         if self._lasts("flat", step, logs.get(FLAT) == 1, STEPS):
