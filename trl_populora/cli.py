@@ -226,9 +226,9 @@ def _tell_story(args) -> None:
     from trl_populora.report.page import write_report
     from trl_populora.report.plots import plot_run
     from trl_populora.report.verdict import judge
-    from trl_populora.run.read import METRICS
+    from trl_populora.run.read import METRICS, STEP, classify_log, read_lines
 
-    if not Path(args.output_dir, METRICS).exists():
+    if not any(classify_log(entry) == STEP for entry in read_lines(Path(args.output_dir, METRICS))):
         _say(f"There is no picture: no step was logged (`logging_steps={args.logging_steps}`).")
         return
     _say(str(judge(load_run(args.output_dir))))
