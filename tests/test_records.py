@@ -69,3 +69,33 @@ def test_a_number_that_json_does_not_know_is_null(tmp_path):
         "reward": 0.5,
     }
     assert json.loads((tmp_path / TIMES).read_text(), parse_constant=pytest.fail) == {"step": 1, "step_time": None}
+
+
+def test_a_run_begins_with_its_own_trainers_evaluations_alone(tmp_path):
+    """Two trainers evaluate in one directory, and the second one trains there."""
+    args = SimpleNamespace(output_dir=str(tmp_path))
+
+    def evaluate(records, rate):
+        entry = {"eval_solve_rate_mean": rate, "eval_runtime": 1.0, "step": 0}
+        state = SimpleNamespace(is_world_process_zero=True, global_step=0, log_history=[entry])
+        records.on_log(args, state, None, logs=entry)
+        return state
+
+    evaluate(Records(dict), 0.9)
+    own = Records(dict)
+    own.on_train_begin(args, evaluate(own, 0.2), None)
+    evaluate(own, 0.3)  # `eval_on_start`
+    assert [entry["eval/solve_rate_mean"] for entry in read_lines(tmp_path / METRICS)] == [0.2, 0.3]
+    assert len(read_lines(tmp_path / TIMES)) == 2
+    aside = read_lines(tmp_path / "_previous-1" / METRICS)
+    assert [entry["eval/solve_rate_mean"] for entry in aside] == [0.9, 0.2]
+
+
+def test_a_run_keeps_the_evaluation_that_its_trainer_made_before(tmp_path):
+    args, records = SimpleNamespace(output_dir=str(tmp_path)), Records(dict)
+    entry = {"eval_solve_rate_mean": 0.2, "step": 0}
+    state = SimpleNamespace(is_world_process_zero=True, global_step=0, log_history=[entry])
+    records.on_log(args, state, None, logs=entry)
+    records.on_train_begin(args, state, None)
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
+    assert [entry["eval/solve_rate_mean"] for entry in read_lines(tmp_path / METRICS)] == [0.2]

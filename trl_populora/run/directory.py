@@ -6,6 +6,8 @@
                                                 directory, and so is the best checkpoint so far; if the directory
                                                 holds a run, the start is refused
     a second `train()` of the same trainer      files of the first training move to `_previous-<n>/`
+    a new run, and another trainer has only     lines of its evaluations move to `_previous-<n>/`
+    evaluated here
     `save_model()` before any training          if the directory holds a run, the save is refused
     `"newest"`, and there is no checkpoint      files of the earlier run move to `_previous-<n>/`
 
@@ -296,6 +298,13 @@ def set_aside(output_dir: str | Path) -> Path | None:
     target = _move([path for name in LEFT_BY_A_RUN for path in sorted(root.glob(name))], root)
     logger.warning("%s held an earlier run, which is in %s now.", root, target)
     return target
+
+
+def set_evaluations_aside(output_dir: str | Path) -> None:
+    """Moves the metrics of an earlier trainer's evaluations, which trained nothing here, to `_previous-<n>/`."""
+    root = Path(output_dir)
+    target = _move([path for name in (METRICS, TIMES) if (path := root / name).exists()], root)
+    logger.warning("%s held evaluations of an earlier trainer, which are in %s now.", root, target)
 
 
 def _bring_records_to(checkpoint: Path, step: int, output_dir: Path) -> None:

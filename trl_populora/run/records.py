@@ -20,8 +20,8 @@ from transformers import TrainerCallback
 
 from trl_populora.files import write_json, write_whole
 from trl_populora.population.members import Population
-from trl_populora.run.directory import holds_a_run
-from trl_populora.run.read import METRICS, POPULATION_FILE, TIMES, classify_log, is_of_function
+from trl_populora.run.directory import holds_a_run, set_evaluations_aside
+from trl_populora.run.read import METRICS, POPULATION_FILE, TIMES, classify_log, is_of_function, read_lines
 from trl_populora.step.player import Messages
 from trl_populora.step.prompts import PromptRow
 from trl_populora.step.rows import Row
@@ -144,9 +144,17 @@ class Records(TrainerCallback):
     def __init__(self, describe: Callable[[], dict[str, Any]]):
         self.describe = describe
         self.begun = False
+        self._before: list[dict[str, Any]] = []  # this trainer's evaluations before any training
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.begun = True
+        # Lines of an earlier trainer's evaluations would pass for this run's starting point.
+        if state.is_world_process_zero and not state.global_step:
+            if len(read_lines(Path(args.output_dir, METRICS))) > len(self._before):
+                set_evaluations_aside(args.output_dir)
+                for entry in self._before:
+                    append_metrics(args.output_dir, entry)
+            self._before = []
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         # This trainer evaluates before any training. Files of a run in this directory are those of an earlier run.
@@ -154,6 +162,8 @@ class Records(TrainerCallback):
             return
         if state.is_world_process_zero and classify_log(logs):
             append_metrics(args.output_dir, state.log_history[-1])
+            if not self.begun:
+                self._before.append(state.log_history[-1])
             write_json(Path(args.output_dir, POPULATION_FILE), self.describe())
 
 
