@@ -87,3 +87,23 @@ def test_values_read(value, form, sign, text):
 )
 def test_durations_read(seconds, text):
     assert format_duration(seconds) == text
+
+
+def test_members_that_leave_change_no_figure_of_those_that_stay():
+    """`a` is as good and as long at all times, and so is `b`, which leaves after half of the steps."""
+    history = []
+    for step in range(1, 21):
+        entry = {"step": step, "time/generate": 1.0, "frac_reward_zero_std": 0.0 if step <= 10 else 1.0}
+        for name, reward, length in (("a", 0.8, 100.0), ("b", 0.2, 50.0)):
+            here = name == "a" or step <= 10
+            figures = {"reward": reward, "rewards/f": reward, "rewards/g": reward, "length": length}
+            entry |= {f"member/{name}/{key}": value if here else None for key, value in figures.items()}
+        rest = {"reward": 0.5, "rewards/f/mean": 0.5, "rewards/g/mean": 0.5, "completions/mean_length": 75.0}
+        alone = {"reward": 0.8, "rewards/f/mean": 0.8, "rewards/g/mean": 0.8, "completions/mean_length": 100.0}
+        history.append(entry | (rest if step <= 10 else alone))
+    rates = {"eval/reward_best": 0.8, "eval/member/a/reward": 0.8}
+    evaluations = [{"step": step, "eval/member/b/reward": b} | rates for step, b in ((0, 0.2), (20, None))]
+    run = Run("r", history, lineage=[{"operator": "leave", "seat": "b"}], evaluations=evaluations)
+    changes = [*compare_fifths(run), *compare_evaluations(run)[1]]
+    assert [change.name for change in changes if change.difference] == []
+    assert {"reward", "reward: f", "reward: g", "tokens of a completion"} <= {change.name for change in changes}

@@ -211,8 +211,8 @@ def _write_facts(run: Run) -> str:
 
 
 def _list_step_facts(run: Run) -> dict[str, str]:
-    """Lists what a step of the last fifth was like."""
-    late = find_mean(take_fifths(run)[1] or run.history)
+    """Lists what a step of the last fifth was like, over all members."""
+    late = find_mean(run.history[-max(1, len(run.history) // 5) :])
     length, cut = late("completions/mean_length"), late("completions/clipped_ratio")
     told = None if length is None else f"{length:.0f} tokens" + ("" if cut is None else f", {format_percent(cut)} cut")
     facts = {

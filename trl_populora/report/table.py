@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -82,23 +82,34 @@ class Change:
 def take_fifths(run: Run) -> tuple[list[dict], list[dict]]:
     """
     Takes the first and the last fifth of a run's logged steps, at least one step each; empty below two steps. If
-    members came or left, the steps' `reward` is the mean of those alone that stayed: the mean of all would change
-    although nobody does.
+    members came or left, the steps' rewards and lengths are means over those alone that stayed: means over all would
+    change although nobody does.
     """
     size = max(1, len(run.history) // 5)
     if len(run.history) < 2:
         return [], []
     first, last = run.history[:size], run.history[-size:]
-    moved = {event["seat"] for event in run.lineage if event["operator"] in ("join", "leave")}
+    moved = _list_moved(run)
     if not moved:
         return first, last
     stayed = [name for name in run.members("student") if name not in moved]
+    # The members' figures of which these metrics are means.
+    own = {"reward": "reward", "completions/mean_length": "length"}
+    own |= {f"rewards/{name}/mean": f"rewards/{name}" for name in run.functions}
 
     def among_stayed(entry: dict) -> dict:
-        known = [entry[key] for name in stayed if entry.get(key := f"member/{name}/reward") is not None]
-        return entry | {"reward": fmean(known) if known else None}
+        means = {}
+        for metric, figure in own.items():
+            known = [entry[key] for name in stayed if entry.get(key := f"member/{name}/{figure}") is not None]
+            means[metric] = fmean(known) if known else None
+        return entry | means
 
     return list(map(among_stayed, first)), list(map(among_stayed, last))
+
+
+def _list_moved(run: Run) -> set[str]:
+    """Lists the seats of a dataset run in which a member came or left."""
+    return {event["seat"] for event in run.lineage if event["operator"] in ("join", "leave")}
 
 
 def compare_fifths(run: Run) -> list[Change]:
@@ -109,7 +120,9 @@ def compare_fifths(run: Run) -> list[Change]:
     rewards = [f"rewards/{name}/mean" for name in run.functions] if run.game or run.several_functions else []
     rows: list[tuple[str, str, Form]] = [(key, name, "share") for key, name in SHARES]
     if not run.game:
-        rows = [("reward", "reward", "number"), (FLAT, "prompts at which all rewards of a member were equal", "share")]
+        rows = [("reward", "reward", "number")]
+        if not _list_moved(run):  # this share is known only of all members together
+            rows.append((FLAT, "prompts at which all rewards of a member were equal", "share"))
     # Rates by kind follow the rate over all kinds.
     if len(run.kinds) > 1:
         rows[1:1] = [(f"solve/{kind}/rate", f"{kind}: attempts right", "share") for kind in run.kinds]
@@ -136,9 +149,10 @@ def compare_evaluations(run: Run) -> tuple[tuple[int, int], list[Change]]:
     # kind, to keep the list short.
     for table in run.tables if not run.game else ():
         words = f"evaluation{f' ({name})' if (name := name_table(table)) else ''}"
-        for entry_of, name in ((_average_members, "mean"), (_pick_best, "the best member")):
-            figures = entry_of(first, table), entry_of(last, table)
-            found.append(Change(f"{words}: reward, {name}", "number", figures[0], figures[1]))
+        before, after = (_average_members(entry, table, _list_moved(run)) for entry in (first, last))
+        found.append(Change(f"{words}: reward, mean", "number", before, after))
+        before, after = (entry.get(f"{table}reward_best") for entry in (first, last))
+        found.append(Change(f"{words}: reward, the best member", "number", before, after))
     for table in run.tables if run.game else ():
         words = f"held-out tasks{f' ({name})' if (name := name_table(table)) else ''}"
         rows = [("solve_rate_mean", "base/solve_rate", f"{words}: attempts right")]
@@ -154,14 +168,10 @@ def compare_evaluations(run: Run) -> tuple[tuple[int, int], list[Change]]:
     return (first["step"], last["step"]), found
 
 
-def _average_members(entry: Mapping[str, Any], table: str) -> float | None:
-    """Averages the members' rewards on a table; `None` without any."""
-    rewards = list_rewards(entry, table)
-    return fmean(rewards.values()) if rewards else None
-
-
-def _pick_best(entry: Mapping[str, Any], table: str) -> float | None:
-    return entry.get(f"{table}reward_best")
+def _average_members(entry: Mapping[str, Any], table: str, moved: Collection[str]) -> float | None:
+    """Averages the members' rewards on a table, without the seats in which members came or left; `None` if empty."""
+    rewards = [reward for name, reward in list_rewards(entry, table).items() if name not in moved]
+    return fmean(rewards) if rewards else None
 
 
 def _find_latest(run: Run, key: str) -> float | None:
