@@ -38,8 +38,11 @@ class TestClear:
         assert self.changed([0.2, 0.6, 0.3, 0.5] + [0.5] * 12 + [0.4, 0.7, 0.3, 0.6]) is False
 
     def test_values_that_never_change(self):
-        assert self.changed([1.0] * 10) is False
-        assert self.changed([1.0] * 5 + [0.9] * 5) is True
+        assert self.changed([1.0] * 25) is False
+        assert self.changed([1.0] * 15 + [0.9] * 10) is True
+
+    def test_a_few_equal_values_are_chance(self):
+        assert self.changed([1.0] * 12 + [0.9] * 12) is False
 
     @pytest.mark.parametrize("values", [[0.1, 0.9], [0.1] * 9, [None, *[0.5] * 8, 0.7]])
     def test_a_single_step_a_fifth_cannot_say(self, values):
