@@ -138,9 +138,9 @@ def run(random_base, tmp_path_factory):
 def test_a_run_that_logs_no_step_ends_well_and_says_so(random_base, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    one = {"max_steps": 1, "num_iterations": 1, "logging_steps": 10, "eval_steps": 1, "students": 2}
+    one = {"max_steps": 1, "num_iterations": 1, "logging_strategy": "no", "eval_steps": 1, "students": 2}
     cli.train(["--config", write_yaml(tmp_path, random_base, reward_funcs="rewards_of_mine:brief", **one)])
-    assert "There is no picture: no step was logged (`logging_steps=10`)." in capsys.readouterr().out
+    assert "There is no picture: no step was logged (`logging_strategy=no`)." in capsys.readouterr().out
     assert [classify_log(entry) for entry in read_lines(tmp_path / "run" / METRICS)] == ["evaluation"]
     assert (tmp_path / "run" / "members" / "student_1" / "adapter_model.safetensors").exists()
 

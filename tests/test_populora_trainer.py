@@ -457,6 +457,14 @@ class TestRecords:
         tables = [pq.read_table(path).to_pydict() for path in sorted(run.glob("completions/*.parquet"))]
         assert [set(table["step"]) for table in tables] == [{1}, {2}, {3}]
 
+    def test_the_last_step_is_logged_unless_none_is(self, make_trainer, tmp_path):
+        for name, strategy, wanted in (("some", "steps", [2, 3]), ("none", "no", [])):
+            where = tmp_path / name
+            settings = {"logging_steps": 2, "logging_strategy": strategy, "save_strategy": "no"}
+            make_trainer(max_steps=3, output_dir=str(where), **settings).train()
+            assert [entry["step"] for entry in read_lines(where / "metrics.jsonl")] == wanted
+        assert load_run(tmp_path / "some").finished
+
     def test_trackers_get_no_key_without_a_value_and_the_records_all_of_them(self, make_trainer):
         seen = []
 

@@ -229,7 +229,7 @@ def _tell_story(args) -> None:
     from trl_populora.run.read import METRICS, STEP, classify_log, read_lines
 
     if not any(classify_log(entry) == STEP for entry in read_lines(Path(args.output_dir, METRICS))):
-        _say(f"There is no picture: no step was logged (`logging_steps={args.logging_steps}`).")
+        _say("There is no picture: no step was logged (`logging_strategy=no`).")
         return
     _say(str(judge(load_run(args.output_dir))))
     try:

@@ -135,7 +135,8 @@ class Records(TrainerCallback):
     A callback that updates the run's files for `populora info` and `populora report`.
 
     Each log of a step or an evaluation adds a line to `metrics.jsonl` and to `times.jsonl`. Keys without a value are
-    kept. Then `population.json` is written again with the latest ratings.
+    kept. Then `population.json` is written again with the latest ratings. The last step is always logged, unless
+    `logging_strategy` is `"no"`.
 
     Args:
         describe: Returns the contents of `population.json`.
@@ -155,6 +156,11 @@ class Records(TrainerCallback):
                 for entry in self._before:
                     append_metrics(args.output_dir, entry)
             self._before = []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        # `Trainer` logs only multiples of `logging_steps`, but reports need the last step, too.
+        if state.global_step >= state.max_steps and args.logging_strategy != "no":
+            control.should_log = True
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         # This trainer evaluates before any training. Files of a run in this directory are those of an earlier run.
