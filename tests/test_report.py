@@ -109,6 +109,16 @@ class TestPage:
         told += "teachers&#x27; pay: guarded students&#x27; pay: azr"
         assert told in text
 
+    def test_members_are_those_of_the_saved_population_alone(self, finished):
+        """As after `load_best_model_at_end`, which ends with the population of an earlier step."""
+        run = load_run(finished)
+        assert "Members of step" not in visible_text(build_page(run, [], []))
+        best = run.population | {"step": 2, "members": [{**each, "mu": 31.4} for each in run.population["members"]]}
+        run.population = best
+        text = visible_text(build_page(run, [], []))
+        assert "Members of step 2." in text
+        assert text.count("31.4 ±") == len(best["members"])
+
     def test_a_birth_tells_the_childs_rating_and_that_of_whom_it_replaced(self, finished):
         text = visible_text(page_of(finished))
         for birth in read_lines(finished / "lineage.jsonl"):
@@ -484,9 +494,10 @@ def test_a_newcomer_is_not_told_with_the_figures_of_whose_seat_it_has():
     member = {"name": "zed", "seat": "student_0", "role": "student", "mu": 26.5, "sigma": 5.5, "version": 0}
     member |= {"born": 5, "operator": "join", "parents": [], "reward": None}
     shared = {"member_prompts": "shared"}
-    for step, shown in ((5, "26.5"), (4, "33.2")):
+    for step in (5, 4):
         run = Run("r", [entry], population={"step": step, "members": [member], "settings": shared})
         table = visible_text(_write_members(run))
         assert "zed" in table
-        assert shown in table
-        assert ("6.125" in table) == (step == 4)
+        assert "26.5" in table
+        assert "6.125" not in table
+        assert ("Members of step 4." in table) == (step == 4)

@@ -311,16 +311,15 @@ def _write_change_table(header: Sequence[str], rows: Sequence[Change]) -> str:
 
 def _write_members(run: Run) -> str:
     """Writes the table of members."""
-    # Where `population.json` is not written yet or older, names and newest figures come from the metrics. The metrics
-    # name seats. A seat may be empty, or have another name than the member in it, whose predecessor they tell of.
-    fresh = run.population.get("step", -1) >= run.step
+    # Until `population.json` is written, names and newest figures come from the metrics. The metrics name seats. A
+    # seat may be empty, or have another name than the member in it, whose predecessor they tell of. The file may be of
+    # an earlier step than the metrics: `load_best_model_at_end` ends with the members of the best checkpoint.
     known = {member.get("seat", member["name"]): member for member in run.population.get("members", [])}
     figures = ("mu", "sigma") if run.game else ("mu", "sigma", "reward")
     members = [
         {"name": seat}
-        | known.get(seat, {})
+        | (known.get(seat) or {key: run.latest.get(f"member/{seat}/{key}") for key in figures})
         | {"role": role}
-        | ({} if fresh and seat in known else {key: run.latest.get(f"member/{seat}/{key}") for key in figures})
         for role in ("teacher", "student")
         for seat in run.members(role)
         if seat in known or not known
@@ -332,6 +331,8 @@ def _write_members(run: Run) -> str:
         for name, *cells in rows
     ]
     table = _write_table(found.header, body, "cards")
+    if known and (step := run.population.get("step", run.step)) != run.step:
+        table = f'<p class="note">Members of step {escape(str(step))}.</p>\n{table}'
     if found.left:
         rows = [(list(map(escape, row)), "") for row in found.left]
         table += f"<h2>Members that left</h2>\n{_write_table(found.header, rows, 'cards')}"
