@@ -235,6 +235,14 @@ class TestReading:
         run = Run("r", [entry])
         assert run.members("student") == ["a"]
 
+    def test_a_dataset_run_without_its_times_is_no_game(self, tmp_path):
+        entry = {"step": 1, "loss": 0.0, "member/student_0/reward": None}
+        (tmp_path / "metrics.jsonl").write_text(json.dumps(entry) + "\n")
+        run = load_run(tmp_path)
+        assert not run.game
+        assert run.members("student") == ["student_0"]
+        assert Run("r", [{"step": 1, "loss": 0.0, "member/student_0/mu": 25.0}]).game
+
     def test_a_run_that_ends_by_epochs_has_no_planned_steps(self):
         run = Run("r", [{"step": 1}], population={"settings": {"max_steps": -1}})
         assert run.planned is None

@@ -64,7 +64,9 @@ class Run:
     @property
     def game(self) -> bool:
         """Whether the run is a game, and no dataset run."""
-        return not any(ANSWERED in entry for entry in self.history)
+        # `ANSWERED` lies in `times.jsonl`, which may be missing or cut. The first step has rewards of members.
+        rewarded = any(re.fullmatch(r"member/[^/]+/reward", key) for entry in self.history[:1] for key in entry)
+        return not (rewarded or any(ANSWERED in entry for entry in self.history))
 
     @property
     def rated(self) -> bool:

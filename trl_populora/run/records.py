@@ -124,7 +124,8 @@ def append_metrics(output_dir: str | Path, entry: Mapping[str, Any]) -> None:
         if key == "step_time" or key.startswith("time/") or (key.endswith(ends) and not is_of_function(key))
     }
     metrics = {key: value for key, value in entry.items() if key not in seconds}
-    for name, values in ((METRICS, metrics), (TIMES, {"step": entry["step"]} | seconds)):
+    # Seconds come first: a report that is made between the two lines, or after a kill there, leaves them out.
+    for name, values in ((TIMES, {"step": entry["step"]} | seconds), (METRICS, metrics)):
         unknown = [key for key, value in values.items() if isinstance(value, float) and not isfinite(value)]
         with Path(output_dir, name).open("a") as file:
             file.write(json.dumps(values | dict.fromkeys(unknown)) + "\n")  # JSON has neither NaN nor infinity
