@@ -27,6 +27,7 @@ from trl_populora.report.charts import (
     STYLE,
     draw_coverage,
     draw_curriculum,
+    draw_functions,
     draw_held_out,
     draw_kinds,
     draw_payoff,
@@ -439,6 +440,15 @@ def test_no_two_reasons_of_rejection_look_alike():
     draw_rejects(figure, Run("r", [{"step": 1} | {f"verify/reject/{reason}": 1.0 for reason in Reject}]))
     looks = {(bars[0].get_facecolor(), bars[0].get_hatch()) for bars in figure.axes[0].containers}
     assert len(looks) == len(Reject)
+
+
+def test_a_name_with_a_leading_underscore_is_in_the_legend():
+    history = [
+        {"step": step, ANSWERED: 1.0, "rewards/_length/mean": 0.5, "rewards/right/mean": 0.5} for step in (1, 2)
+    ]
+    figure = Figure()
+    draw_functions(figure, Run("r", history))
+    assert [text.get_text().strip() for text in figure.legends[0].get_texts()] == ["_length", "right"]
 
 
 def test_every_kind_of_task_is_drawn_of_however_many():

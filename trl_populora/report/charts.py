@@ -146,6 +146,11 @@ def _count_window(run: Run) -> int:
     return 1 + len(run.history) // 12
 
 
+def name_line(name: str) -> str:
+    """Makes a line's label of a name. matplotlib leaves labels with a leading underscore out of the legend."""
+    return f" {name}" if name.startswith("_") else name
+
+
 def plot_smoothed(axis: Axes, run: Run, key: str, **style: Any) -> None:
     """Draws the running mean of a metric. If it covers several steps, a faint line behind it has the values."""
     steps, values = run.series(key)
@@ -214,7 +219,7 @@ def draw_held_out(axis: Axes, run: Run) -> None:
     for index, table in enumerate(tables):
         one = len(tables) == 1
         color = COLORS["student"] if one else SERIES_COLORS[index % len(SERIES_COLORS)]
-        label = "mean of the students" if one else f"{name_table(table)}, mean"
+        label = "mean of the students" if one else name_line(f"{name_table(table)}, mean")
         steps, means = run.series(f"{table}solve_rate_mean")
         axis.plot(steps, means, color=color, linewidth=2.6, marker="o", label=label)
         _, margins = run.series(f"{table}solve_rate_margin")
@@ -234,7 +239,9 @@ def draw_held_out_kinds(axis: Axes, run: Run) -> None:
     """Draws the students' mean solve rate on each kind of task in the first held-out table and, dashed, the base's."""
     table = run.tables[0]
     for kind, color in zip(run.held_out_kinds, cycle(SERIES_COLORS), strict=False):
-        axis.plot(*run.series(f"{table}{kind}/solve_rate"), color=color, linewidth=2, marker="o", label=kind)
+        axis.plot(
+            *run.series(f"{table}{kind}/solve_rate"), color=color, linewidth=2, marker="o", label=name_line(kind)
+        )
         _, base = run.series(f"{table}base/{kind}/solve_rate")
         if base:
             axis.axhline(base[0], color=color, linestyle="--", linewidth=1.2)
@@ -269,7 +276,7 @@ def draw_ratings(role: str) -> Draw:
             steps, means, color=color, linewidth=2.4, label=f"mean of the {role if run.game else 'member'}s", zorder=3
         )
         for index, name in enumerate(members):
-            axis.plot(*run.series(f"member/{name}/mu"), **choose_line_style(index), linewidth=1, label=name)
+            axis.plot(*run.series(f"member/{name}/mu"), **choose_line_style(index), linewidth=1, label=name_line(name))
 
     return draw
 
@@ -317,7 +324,9 @@ def draw_by_member(figure: str, unit: str) -> Draw:
     def draw(axis: Axes, run: Run) -> None:
         members = run.members("student")
         for index, name in enumerate(members):
-            plot_smoothed(axis, run, f"member/{name}/{figure}", **choose_line_style(index), linewidth=1.6, label=name)
+            plot_smoothed(
+                axis, run, f"member/{name}/{figure}", **choose_line_style(index), linewidth=1.6, label=name_line(name)
+            )
         axis.set(title=describe_window(run), ylabel=unit)
 
     return draw
@@ -327,7 +336,9 @@ def draw_by_member(figure: str, unit: str) -> Draw:
 def draw_functions(axis: Axes, run: Run) -> None:
     """Draws a line per reward function: the mean of its rewards over all members."""
     for index, name in enumerate(run.functions):
-        plot_smoothed(axis, run, f"rewards/{name}/mean", **choose_line_style(index), linewidth=1.6, label=name)
+        plot_smoothed(
+            axis, run, f"rewards/{name}/mean", **choose_line_style(index), linewidth=1.6, label=name_line(name)
+        )
     axis.set(title=describe_window(run), ylabel="reward (points)")
 
 
@@ -337,12 +348,14 @@ def draw_evaluations(axis: Axes, run: Run) -> None:
     members, tables = run.members("student"), run.tables
     for index, name in enumerate(members if len(tables) == 1 else ()):
         points = run.series(f"{tables[0]}member/{name}/reward")
-        axis.plot(*points, **choose_line_style(index), linewidth=1.6, marker=".", label=name)
+        axis.plot(*points, **choose_line_style(index), linewidth=1.6, marker=".", label=name_line(name))
     for index, table in enumerate(tables if len(tables) > 1 else ()):
         style = choose_line_style(index) | {"marker": "."}
-        axis.plot(*run.series(f"{table}reward_best"), **style, label=f"{name_table(table)}, best member")
+        axis.plot(*run.series(f"{table}reward_best"), **style, label=name_line(f"{name_table(table)}, best member"))
         axis.plot(
-            *run.series(f"{table}reward_worst"), **style | {"linestyle": ":"}, label=f"{name_table(table)}, worst"
+            *run.series(f"{table}reward_worst"),
+            **style | {"linestyle": ":"},
+            label=name_line(f"{name_table(table)}, worst"),
         )
     axis.set(ylabel="reward on eval_dataset (points)")
 
@@ -351,9 +364,9 @@ def draw_evaluations(axis: Axes, run: Run) -> None:
 def draw_kinds(axis: Axes, run: Run) -> None:
     """Draws for each kind of task the share of right attempts, and the share of valid proposals."""
     for kind, color in zip(run.kinds, cycle(SERIES_COLORS), strict=False):
-        plot_smoothed(axis, run, f"solve/{kind}/rate", color=color, label=f"{kind}: solved")
+        plot_smoothed(axis, run, f"solve/{kind}/rate", color=color, label=name_line(f"{kind}: solved"))
         steps, rates = run.series(f"propose/{kind}/valid_rate")
-        axis.plot(steps, smooth(rates, run), color=color, linestyle=":", label=f"{kind}: valid")
+        axis.plot(steps, smooth(rates, run), color=color, linestyle=":", label=name_line(f"{kind}: valid"))
     axis.set(title=describe_window(run), ylabel="attempts solved, proposals valid\n(fraction)", ylim=(-0.03, 1.03))
 
 
