@@ -11,8 +11,10 @@ from transformers.cache_utils import DynamicLayer
 
 from trl_populora.generate import transformers as decoding
 from trl_populora.generate.transformers import SpareLayer, complete, complete_whole, is_spread, why_no_rounds
+from trl_populora.trainer import PopuLoRATrainer
 
 from .completions import BASES, ENDS, PROMPTS, base, check_distribution, check_members, generated, no_route, settings
+from .populora_run import letters
 
 
 @pytest.mark.parametrize("name", BASES)
@@ -162,6 +164,8 @@ def test_a_base_on_several_devices_makes_all_tokens_in_one_call(random_base):
         (BASES["Llama"], {}, True, "a part of the base"),
         (BASES["Llama"], {"cache_implementation": "static"}, False, "static"),
         (BASES["Llama"], {"use_cache": False}, False, "use_cache"),
+        (BASES["Llama"], {"prefill_chunk_size": 2}, False, "prefill_chunk_size"),
+        (BASES["Llama"], {"num_beams": 3}, False, "num_beams=3"),
         (BASES["Llama"], {"min_new_tokens": 4}, False, "min_new_tokens depend"),
         (Qwen3NextConfig(num_hidden_layers=4), {}, False, "linear_attention"),
     ],
@@ -170,3 +174,33 @@ def test_what_cannot_be_done_in_rounds_is_named(config, sampling, sharded, reaso
     said = why_no_rounds(config, settings(**sampling), sharded)
     assert reason in said
     assert bool(reason) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "reason"),
+    [
+        ("cache_implementation", "static", "static"),
+        ("cache_implementation", "hybrid", ""),  # many a Gemma names it, and transformers drops it
+        ("forced_eos_token_id", 5, "forced_eos_token_id"),
+        ("prefill_chunk_size", 2, "prefill_chunk_size"),
+        ("use_cache", False, ""),
+        ("temperature", 0.5, ""),
+    ],
+)
+def test_what_generate_takes_from_the_bases_own_config_is_judged_too(
+    random_base, make_args, seed_dataset, lora, option, value, reason
+):
+    base = AutoModelForCausalLM.from_pretrained(random_base)
+    setattr(base.generation_config, option, value)
+    trainer = PopuLoRATrainer(base, letters, make_args(), train_dataset=seed_dataset, peft_config=lora)
+    trainer.close()
+    assert reason in trainer._generates_whole
+    assert bool(reason) == bool(trainer._generates_whole)
+
+
+def test_a_base_that_was_saved_without_a_cache_is_read_with_one():
+    """As checkpoints are that were trained with gradient checkpointing."""
+    model = base(BASES["Llama"])
+    expected = generated(model, PROMPTS, settings())
+    model.generation_config.use_cache = False
+    assert complete(model, PROMPTS, [0] * len(PROMPTS), no_route, settings()) == expected

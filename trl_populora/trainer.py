@@ -350,9 +350,9 @@ class PopuLoRATrainer(HubTrainer):
         if not self.args.use_vllm:
             warn_of_unknown(given)
             decoding.check_parts(self.args.generation_tokens, self._sharded)
-            self._generates_whole = decoding.why_no_rounds(
-                base.config, self.generation_config, self._sharded, decoding.is_spread(base)
-            )
+            sampling = decoding.add_defaults(self.generation_config, base.generation_config)
+            spread = decoding.is_spread(base)
+            self._generates_whole = decoding.why_no_rounds(base.config, sampling, self._sharded, spread)
 
     def _start_vllm(self) -> None:
         from trl_populora.generate.vllm import make_vllm_generation  # needs packages that come with vLLM

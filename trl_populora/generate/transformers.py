@@ -89,7 +89,26 @@ def why_no_rounds(model: PretrainedConfig, sampling: GenerationConfig, sharded: 
         return f"`cache_implementation={sampling.cache_implementation}` names a cache of transformers' own"
     if sampling.use_cache is False:
         return "with `use_cache=False` each round would read all earlier tokens again"
+    if tokens := sampling.prefill_chunk_size:
+        return f"with `prefill_chunk_size={tokens}` each round would read all earlier tokens again"
+    if (sampling.num_beams or 1) > 1:
+        return f"`num_beams={sampling.num_beams}` makes several rows of one"
     return f"{', '.join(looking)} depend on where the prompt ends" if looking else ""
+
+
+def add_defaults(sampling: GenerationConfig, base: GenerationConfig) -> GenerationConfig:
+    """
+    Fills what is `None` in a sampling config from the base's own generation config, as `generate` does.
+
+    `use_cache` stays `None`: a base that was saved without a cache generates in rounds, too, and rounds need a cache.
+    """
+    filled = copy.copy(sampling)
+    for name, value in vars(base).items():
+        if getattr(filled, name, None) is None and name != "use_cache":
+            setattr(filled, name, value)
+    if filled.cache_implementation == "hybrid":  # transformers takes it for `None`
+        filled.cache_implementation = None
+    return filled
 
 
 def check_parts(tokens: int | None, sharded: bool) -> None:
@@ -197,7 +216,7 @@ def complete(
         cache.batch_select_indices(going)
         part = copy.copy(sampling)
         part.max_new_tokens = min(ROUND, width + sampling.max_new_tokens - ids.shape[1])
-        part.return_dict_in_generate = True
+        part.return_dict_in_generate = part.use_cache = True
         with torch.no_grad(), route([members[row] for row in rows]), group_queries():
             # transformers runs the processors in `divide` before its own that look at probabilities, such as `top_p`.
             divide = _divide_by_row(temperatures and [temperatures[row] for row in rows], model.device)
