@@ -30,6 +30,12 @@ def test_greedy_completions_are_those_of_generate(name):
     assert len(set(map(len, found))) > 1, "rows end at different times"
 
 
+@pytest.mark.parametrize("name", BASES)
+def test_prompts_of_one_token_are_completed_as_by_generate(name):
+    model, prompts = base(BASES[name]), [[5], [9], [5]]
+    assert complete(model, prompts, [0, 0, 0], no_route, settings()) == generated(model, prompts, settings())
+
+
 def test_every_row_is_its_members_and_comes_back_in_its_place():
     check_members()
 

@@ -39,6 +39,11 @@ def test_greedy_completions_are_those_of_generate(on_a_gpu, name, attention):
     assert len(set(map(len, found))) > 1, "rows end at different times"
 
 
+def test_prompts_of_one_token_are_completed_as_by_generate(on_a_gpu):
+    model, prompts = base(BASES["Llama"]), [[5], [9], [5]]
+    assert complete(model, prompts, [0, 0, 0], no_route, settings()) == generated(model, prompts, settings())
+
+
 def test_every_row_is_its_members_and_comes_back_in_its_place(on_a_gpu):
     check_members()
 

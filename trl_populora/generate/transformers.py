@@ -188,7 +188,8 @@ def complete(
     number: dict[tuple, int] = {}
     # group[i] says which of the N distinct prompts the i-th row in this order has.
     group = [number.setdefault((members[row], tuple(prompts[row])), len(number)) for row in order]
-    ids, mask = _pad_left([prompt for _, prompt in number], sampling, model.device)
+    # `_read_prompts` leaves out the last column, and the base cannot read none.
+    ids, mask = _pad_left([prompt for _, prompt in number], sampling, model.device, least=2)
     width = ids.shape[1]
     size = len(ids) if cache_tokens is None else max(1, cache_tokens // READ_SHARE // width)
     read = []
@@ -263,10 +264,10 @@ def complete_whole(
 
 
 def _pad_left(
-    prompts: Sequence[Sequence[int]], sampling: GenerationConfig, device: torch.device
+    prompts: Sequence[Sequence[int]], sampling: GenerationConfig, device: torch.device, least: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Makes token ids and mask, each `[R, P]`, from prompts; pads them on the left."""
-    width = max(map(len, prompts))
+    """Makes token ids and mask, each `[R, P]` with P >= `least`, from prompts; pads them on the left."""
+    width = max(least, *map(len, prompts))
     ids = [[sampling.pad_token_id] * (width - len(prompt)) + list(prompt) for prompt in prompts]
     mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
     return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
