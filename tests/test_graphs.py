@@ -145,6 +145,7 @@ def test_graphs_are_for_cuda():
         ("Llama", {}, ""),
         ("Llama", {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1}, ""),
         ("Llama", {"no_repeat_ngram_size": 2}, "no_repeat_ngram_size is left to transformers"),
+        ("Llama", {"stop_token_ids": [5], "stop": ["A"], "seed": 3}, ""),
         ("Mistral, a window shorter than the prompts", {}, SLIDES),
         ("Gemma 3, both kinds of layers", {}, SLIDES),
         ("GPT-2, learned positions", {}, ""),

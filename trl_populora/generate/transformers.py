@@ -513,7 +513,9 @@ def why_no_graph(base: PreTrainedModel, sampling: GenerationConfig) -> str:
         return f"positions are {min(looking)}"
     if is_quantised(base):
         return "the base is quantised"
-    if further := {name for each in given for name, value in each.items() if value} - _KNOWN - _HARMLESS:
+    # Names that only vLLM knows, such as `stop_token_ids`, are kept in the config, and transformers ignores them.
+    left = vars(GenerationConfig()).keys() - _KNOWN - _HARMLESS
+    if further := left & {name for each in given for name, value in each.items() if value}:
         return f"{', '.join(sorted(further))} is left to transformers"
     return ""
 
