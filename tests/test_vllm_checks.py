@@ -13,21 +13,25 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from peft import LoraConfig
-from transformers import BloomConfig, CTRLConfig, GPTNeoXConfig, Qwen3Config, Qwen3ForCausalLM
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, BloomConfig, CTRLConfig, GPTNeoXConfig, Qwen3Config, Qwen3ForCausalLM
 
-from trl_populora.generate.checks import WINDOW, check_vllm, warn_of_truncation
+from trl_populora.generate.checks import WINDOW, check_vllm, find_changed_layer, warn_of_truncation
 from trl_populora.generate.server import LoRAServer, VLLMServerError
 from trl_populora.hub.card import VLLM_RANKS
 from trl_populora.start import check_setup
 from trl_populora.trainer import PopuLoRATrainer
 
-from .vllm_models import make_served_base
+from .models import random_model
+from .vllm_models import make_population, make_served_base
 from .vllm_processes import free_port
 from .without_extras import without_extras
 
 
 ROOT = Path(__file__).parent.parent
+SIZES = {"vocab_size": 24, "hidden_size": 32, "intermediate_size": 64, "head_dim": 16}
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import trl_versions  # noqa: E402
@@ -224,3 +228,66 @@ class TestWithVLLM:
         config = Qwen3Config(hidden_size=8, intermediate_size=8, num_hidden_layers=1, vocab_size=16, head_dim=32)
         with pytest.raises(ValueError, match="save_pretrained"):
             check_vllm(Qwen3ForCausalLM(config), args, lora)
+
+    def test_a_base_whose_weights_are_not_those_at_its_path_is_refused(self, args, lora, tmp_path):
+        base = AutoModelForCausalLM.from_pretrained(make_served_base(tmp_path / "base"))
+        check_vllm(base, args, lora)
+        changed = LoraConfig(r=2, target_modules=["q_proj"], layers_to_transform=[1], init_lora_weights=False)
+        merged = get_peft_model(base, changed).merge_and_unload()
+        with pytest.raises(ValueError, match=r"layers.1.self_attn.q_proj.*`save_pretrained`") as error:
+            check_vllm(merged, args, lora)
+        assert str(tmp_path / "base") in str(error.value)
+        merged.save_pretrained(tmp_path / "merged")
+        check_vllm(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), args, lora)
+
+    def test_an_engine_loads_the_commit_that_an_object_was_loaded_from(self, make_args, tmp_path, monkeypatch):
+        from trl_populora.generate.vllm import PopulationGeneration, make_vllm_generation
+
+        seen: dict = {}
+        monkeypatch.setattr(PopulationGeneration, "__init__", lambda self, model, **given: seen.update(given))
+        model, names, router = make_population(make_served_base(tmp_path / "base"), 1)
+        for commit, given, revision in ((None, "v1", "v1"), ("c0ffee", "v1", "c0ffee"), (None, None, None)):
+            args = make_args(use_vllm=True, model_init_kwargs={"revision": given})
+            model.config._commit_hash = commit
+            make_vllm_generation(args, model, names, router, accelerator=None, tokenizer=None, ends=[])
+            assert seen["engine_kwargs"]["revision"] == revision
+
+
+def change(model, name: str = "model.layers.1.mlp.up_proj"):
+    """Changes one layer a little, as merging an adapter does."""
+    with torch.no_grad():
+        model.get_submodule(name).weight += 1e-4 * torch.randn(model.get_submodule(name).weight.shape)
+    return model
+
+
+@pytest.mark.parametrize("shard", ["1GB", "20KB"])
+@pytest.mark.parametrize("held", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("saved", ["float32", "bfloat16", "float16"])
+def test_a_changed_layer_is_found_in_every_precision_and_a_cast_is_none(tmp_path, saved, held, shard):
+    model = random_model(Qwen3ForCausalLM, **SIZES).to(getattr(torch, saved))
+    model.save_pretrained(tmp_path, max_shard_size=shard)
+    assert (len([*tmp_path.glob("*.safetensors")]) > 1) == (shard == "20KB")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=held)
+    assert not find_changed_layer(model, str(tmp_path), None)
+    assert not find_changed_layer(model.float(), str(tmp_path), None)
+    assert find_changed_layer(change(model), str(tmp_path), None) == "model.layers.1.mlp.up_proj"
+
+
+def test_layers_that_the_files_do_not_have_alike_are_passed_over(tmp_path):
+    """Files of other names, shapes or numbers, a tied head, a layer without weights here, and no files at all."""
+    change(model := random_model(Qwen3ForCausalLM, tie_word_embeddings=True, **SIZES), "lm_head")
+    layers = {name: weight.clone() + 1 for name, weight in model.state_dict().items()}
+    odd = {
+        "model.layers.0.mlp.up_proj.weight": torch.zeros(3, 32),
+        "model.layers.0.mlp.down_proj.weight": torch.zeros(32, 64, dtype=torch.int8),
+        "model.layers.0.self_attn.q_proj.weight": torch.zeros(32, 32),
+        "lm_head.weight": torch.zeros(model.lm_head.weight.shape),
+    }
+    model.model.layers[0].self_attn.q_proj.to("meta")
+    save_file(
+        {f"language_model.{name}": weight for name, weight in layers.items()} | odd, tmp_path / "model.safetensors"
+    )
+    assert not find_changed_layer(model, str(tmp_path), None)
+    (tmp_path / "model.safetensors").unlink()
+    assert not find_changed_layer(model, str(tmp_path), None)
+    assert not find_changed_layer(model, "no-such/base", None)

@@ -5,16 +5,23 @@ installed version, sampling options, LoRA rank, base --check_vllm--> nothing, or
 
 from __future__ import annotations
 
+import json
 import logging
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from importlib.metadata import packages_distributions, version
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args
 
+import torch
 from packaging.specifiers import SpecifierSet
 from peft import LoraConfig
+from safetensors import safe_open
+from torch import nn
 from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from trl import GRPOConfig
 from trl.import_utils import is_vllm_available
 
@@ -54,19 +61,29 @@ def check_vllm(
 
     Raises:
         `ImportError`: If vLLM is not installed, or if its version is outside [`WINDOW`].
-        `ValueError`: If vLLM cannot serve the rank or the base, or if the base is an object without a path.
+        `ValueError`: If vLLM cannot serve the rank or the base, or if the base is an object without a path or with
+            other weights than those at its path.
     """
     # The checks that take longest come last: `check_base` reads the base's configuration, perhaps from the Hub.
     check_installed()
     warn_of_truncation(args)
     find_permitted_rank(lora_config)
-    path = model if isinstance(model, str) else model.config.name_or_path
+    if isinstance(model, str):
+        check_base(model, (args.model_init_kwargs or {}).get("revision"), args, engine_kwargs)
+        return
+    path, revision = model.config.name_or_path, find_commit(model)
     if not path:
         raise ValueError(
             "The base model was not loaded from a path or the Hub (`config.name_or_path` is empty), and vLLM loads "
             f"the base by itself. Save it with `save_pretrained` and pass that path. {WAY_OUT}"
         )
-    check_base(path, args, engine_kwargs)
+    check_base(path, revision, args, engine_kwargs)
+    if layer := find_changed_layer(model, path, revision):
+        raise ValueError(
+            f"The base model's weights are not those at the path that it was loaded from, {path!r}: {layer} differs, "
+            "as after merging an adapter. vLLM loads the base by itself. Save it with `save_pretrained` and pass that "
+            f"path. {WAY_OUT}"
+        )
 
 
 def check_engine_arguments(given: Mapping[str, Any], members: int, lora_config: LoraConfig) -> None:
@@ -164,9 +181,61 @@ def find_permitted_rank(lora_config: LoraConfig) -> int:
     return next(size for size in permitted if size >= rank)
 
 
-def check_base(path: str, args: GRPOConfig, engine_kwargs: Mapping[str, Any]) -> None:
+def find_commit(model: nn.Module) -> str | None:
+    """Finds the commit of the Hub that a base was loaded from; `None` if it was loaded from a directory."""
+    return getattr(model.config, "_commit_hash", None)
+
+
+def find_changed_layer(model: PreTrainedModel, path: str, revision: str | None) -> str:
     """
-    Checks that vLLM can serve a base with LoRA on this machine. Arguments are as in [`check_vllm`].
+    Finds a linear layer of a base whose weights are not those in the files it was loaded from.
+
+    Compares a row of each layer, because a merged adapter changes all rows. A layer that the files do not have in this
+    name, shape and kind of number is passed over, and so are quantised and sharded layers, and files that are not on
+    this machine.
+
+    Args:
+        model: The base.
+        path: Directory or Hub id it was loaded from.
+        revision: Revision of the Hub id.
+
+    Returns:
+        The name of the layer; empty if there is none.
+    """
+    head = model.get_output_embeddings()  # it may be tied to the embeddings, whatever the files say
+    layers = {
+        f"{name}.weight": module.weight
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and module is not head and type(module.weight) is nn.Parameter
+    }
+    for file in _list_weight_files(path, revision):
+        with safe_open(file, framework="pt") as saved:
+            for name in sorted(layers.keys() & {*saved.keys()}):
+                weight, stored = layers[name], saved.get_slice(name)
+                alike = stored.get_shape() == [*weight.shape] and stored.get_dtype() in {"F32", "BF16", "F16"}
+                # The model may have been cast: bf16 keeps 8 bits of a number, and fp16 nothing below 6e-8.
+                if alike and not weight.is_meta:
+                    rows = weight[:1].detach().float().cpu(), stored[:1].float()
+                    if not torch.allclose(*rows, rtol=2**-7, atol=1e-7, equal_nan=True):
+                        return name.removesuffix(".weight")
+    return ""
+
+
+def _list_weight_files(path: str, revision: str | None) -> list[str]:
+    """Lists the safetensors files of a directory or of a Hub id; empty if they are not on this machine."""
+    quietly = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")}
+    find = partial(cached_file, path, revision=revision, local_files_only=True, **quietly)
+    if single := find(SAFE_WEIGHTS_NAME):
+        return [single]
+    index = find(SAFE_WEIGHTS_INDEX_NAME)
+    names = {*json.loads(Path(index).read_text())["weight_map"].values()} if index else ()
+    return [file for name in sorted(names) if (file := find(name))]
+
+
+def check_base(path: str, revision: str | None, args: GRPOConfig, engine_kwargs: Mapping[str, Any]) -> None:
+    """
+    Checks that vLLM can serve a base with LoRA on this machine. `revision` is that of a Hub id, and the other
+    arguments are as in [`check_vllm`].
 
     Raises:
         `ValueError`: If vLLM does not know the architecture, serves it only without LoRA, or has no CPU kernel for
@@ -181,7 +250,7 @@ def check_base(path: str, args: GRPOConfig, engine_kwargs: Mapping[str, Any]) ->
             engine_kwargs,
             model_impl=args.vllm_model_impl,
             trust_remote_code=args.trust_remote_code,
-            revision=(args.model_init_kwargs or {}).get("revision"),
+            revision=revision,
         )
     except ValueError as error:
         raise ValueError(f"vLLM cannot serve the base {path!r}: {error} {WAY_OUT}") from error

@@ -44,7 +44,7 @@ from trl_populora.lora.convert import find_widest, fold
 from trl_populora.lora.layers import BASE, BASE_NAME, Router
 
 from . import publish
-from .checks import find_permitted_rank, resolve_base
+from .checks import find_commit, find_permitted_rank, resolve_base
 from .player import make_vllm_kwargs
 from .publish import Published
 from .server import LoRAServers, VLLMServerError
@@ -559,15 +559,15 @@ def make_vllm_generation(
         router=router,
         output_dir=args.output_dir,
         adapter_dir=adapter_dir,
-        engine_kwargs=_add_engine_defaults(args, engine_kwargs or {}),
+        engine_kwargs=_add_engine_defaults(args, model, engine_kwargs or {}),
         accelerator=accelerator,
         processing_class=tokenizer,
         **settings,
     )
 
 
-def _add_engine_defaults(args: GRPOConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+def _add_engine_defaults(args: GRPOConfig, model: torch.nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
     """Adds a seed, different for each engine of a run, and the base's revision to the user's engine arguments."""
     group = args.process_index // args.vllm_tensor_parallel_size
-    revision = (args.model_init_kwargs or {}).get("revision")
+    revision = find_commit(model) or (args.model_init_kwargs or {}).get("revision")
     return {"seed": args.seed + group, "revision": revision, **given}
