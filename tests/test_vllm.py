@@ -450,6 +450,22 @@ def test_an_error_amid_rows_that_others_follow_leaves_no_request_behind(served, 
     served.generation.llm.check_idle()
 
 
+def test_an_interrupt_amid_rows_leaves_no_request_behind(served, monkeypatch):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    served.publish_all(57)
+    prompts = [[1, 2], [1, 2], [3]]
+    with monkeypatch.context() as patch:
+        patch.setattr(served.generation.llm.llm_engine, "step", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            served.generate([0, 0, 1], prompts)
+    served.publish_all(58)
+    completions, logprobs = served.generate([0, 0, 1], prompts)
+    expected = logprobs_of(served.model, served.router, [0, 0, 1], prompts, completions)
+    assert largest_difference(logprobs, expected) < 1e-3
+
+
 def test_logprobs_include_the_temperature(served):
     served.publish_all(60)
     served.generation.temperature = 1.7

@@ -165,7 +165,12 @@ class RoutedLLM(LLM):
             return [outputs[row] for row in range(len(outputs))]
         requests = self._make_requests(asks, sampling_params)
         inputs, params, adapters = ([request[part] for request in requests] for part in (1, 2, 3))
-        answers = super().generate(inputs, params, lora_request=adapters, **kwargs)
+        try:
+            answers = super().generate(inputs, params, lora_request=adapters, **kwargs)
+        except BaseException:  # also Ctrl-C in a notebook, whose next cell publishes
+            engine = self.llm_engine
+            engine.abort_request([*engine.output_processor.request_states], internal=True)
+            raise
         outputs = {}
         for (ask, *_), answer in zip(requests, answers, strict=True):
             outputs |= _take_apart(ask, answer)
