@@ -367,6 +367,26 @@ def test_a_base_that_another_rank_of_the_engine_lost_in_its_sleep_is_written_aga
     assert {name for name in before if before[name] != generation.published[name]} == {BASE_NAME}
 
 
+def test_an_engine_that_sleeps_is_woken_before_the_base_is_written_and_versions_are_named(sleeper, monkeypatch):
+    sleeper.generation.close()
+    sleeper.publish_all(36)
+    generation, events, write = sleeper.generation, [], sleeper.generation._write
+
+    def observed(adapter, *given):
+        events.append(adapter.member)
+        write(adapter, *given)
+
+    damage(sleeper, "member_5")
+    generation._llm_weights_sleeping = True
+    monkeypatch.setattr(type(generation.llm), "wake_up", lambda self, tags: events.extend(tags), raising=False)
+    monkeypatch.setattr(generation, "_write", observed)
+    rows, prompts = [5, -1], some_prompts(2)
+    completions, logprobs = sleeper.generate(rows, prompts)
+    assert events == ["weights", "member_5", "base", "kv_cache"]
+    expected = logprobs_of(sleeper.model, sleeper.router, rows, prompts, completions)
+    assert largest_difference(logprobs, expected) < 1e-3
+
+
 def test_publishing_writes_into_the_slot_of_the_old_version_and_keeps_no_copy(served):
     served.generation.close()
     served.publish_all(35)

@@ -415,6 +415,10 @@ class PopulationGeneration(VLLMGeneration):
             )
         if num_generations != 1:
             raise ValueError(f"`num_generations` must be 1, got {num_generations}: repeat the prompts and the rows.")
+        # TRL wakes the engine's weights later. But the base must not be written while they sleep, and versions that
+        # the sleep has damaged must not be asked for.
+        if self.mode == "colocate" and self.enable_sleep_mode and self._llm_weights_sleeping:
+            self.sync_weights()
         all_rows, seeds = self._gather_rows(list(rows))
         # vLLM's CPU kernels take -1, its index of rows without adapter, for the last adapter. So the base is published
         # as an adapter of zeros.
