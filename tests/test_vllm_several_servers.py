@@ -31,14 +31,20 @@ CONFIG = {
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers what a client asks before it generates."""
+    """Answers what a client asks before it generates, and every prompt with the token 7."""
 
     def do_GET(self):  # noqa: N802
         self.reply(200, {"data": [{"id": "base"}], "vllm_config": CONFIG})
 
     def do_POST(self):  # noqa: N802
         command = self.path.rpartition("/")[2]
-        name = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["lora_name"]
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if command == "completions":
+            self.server.asked.append(asked)
+            answer = {"token_ids": [7], "logprobs": None}
+            self.reply(200, {"choices": [answer | {"prompt_token_ids": prompt} for prompt in asked["prompt"]]})
+            return
+        name = asked["lora_name"]
         if command in self.server.refused:
             self.reply(400, f"no lora {name} here")
         elif command == "load_lora_adapter":
@@ -61,11 +67,15 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def stubs():
-    """Two servers. `loaded` are the names of a server's adapters, `refused` the commands that it refuses."""
+    """
+    Two servers. `loaded` are the names of a server's adapters, `refused` the commands that it refuses, and `asked` its
+    requests for completions.
+    """
     with ExitStack() as running:
         found = [running.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) for _ in range(2)]
         for stub in found:
-            stub.loaded, stub.refused, stub.url = [], set(), f"http://127.0.0.1:{stub.server_port}"
+            stub.loaded, stub.refused, stub.asked = [], set(), []
+            stub.url = f"http://127.0.0.1:{stub.server_port}"
             threading.Thread(target=stub.serve_forever, daemon=True).start()
             running.callback(stub.shutdown)
         yield found
@@ -179,3 +189,13 @@ def test_a_shelf_holds_no_more_versions_than_room_is_asked_for(generation, monke
         generation._detector.forget()
         generation.sync_weights()
     assert max(held) == VERSIONS_KEPT * len(generation.members)
+
+
+def test_a_members_own_temperature_counts_before_that_of_generation_kwargs(stubs, servers):
+    """As in an engine: the update scores a member's tokens at its own temperature."""
+    servers.versions = [Published(name, f"{name}-1", count, f"/s/{name}-1") for count, name in enumerate("ab")]
+    servers.temperatures, options = {"a": 0.5}, {"temperature": 0.9, "min_tokens": 1}
+    answer = servers.generate([[1], [2]], temperature=1.0, generation_kwargs=options)
+    assert answer["completion_ids"] == [[7], [7]]
+    asked = {each["model"]: (each["temperature"], each["min_tokens"]) for stub in stubs for each in stub.asked}
+    assert asked == {"a-1": (0.5, 1), "b-1": (0.9, 1)}

@@ -399,7 +399,7 @@ class LoRAServers:
                 alone = None if self.follow is None else ask.rows
                 batches.setdefault((next(turns), ask.version, len(ask.rows), ask.seed, alone), []).append(ask)
             for (server, version, *_), together in batches.items():
-                request = pool.submit(server.answer, together, **params | self._choose_temperature(version))
+                request = pool.submit(server.answer, together, **self._choose_temperature(version, params))
                 sent[request] = together
 
         with ThreadPoolExecutor(max_workers=at_a_time) as pool:
@@ -421,7 +421,9 @@ class LoRAServers:
         # Without log-probabilities every entry of a column is `None`. TRL expects a single `None` instead.
         return {key: None if column[:1] == [None] else column for key, column in columns.items()}
 
-    def _choose_temperature(self, version: Published) -> dict[str, float]:
-        """Returns a member's own temperature as a parameter of its requests; empty if it has TRL's."""
-        member = version.member
-        return {"temperature": self.temperatures[member]} if member in self.temperatures else {}
+    def _choose_temperature(self, version: Published, params: dict[str, Any]) -> dict[str, Any]:
+        """Puts a member's own temperature, if it has one, in the place of all others among a request's parameters."""
+        if version.member not in self.temperatures:
+            return params
+        own = {"temperature": self.temperatures[version.member]}
+        return params | own | {"generation_kwargs": (params.get("generation_kwargs") or {}) | own}
