@@ -91,3 +91,12 @@ def test_vllm_is_given_every_token_that_ends_a_completion(stopped):
     given = make_vllm_kwargs(stopped.args.generation_kwargs, stopped.eos_token_ids)
     assert given == {"min_tokens": 1, "stop_token_ids": stopped.eos_token_ids}
     assert {*range(60), stopped.processing_class.eos_token_id} <= set(stopped.eos_token_ids)
+
+
+def test_a_seed_for_every_request_is_given_to_no_engine_and_told(caplog):
+    """With it two processes would sample the same answers to a prompt."""
+    assert make_vllm_kwargs({"seed": 3, "min_tokens": 1}, [2]) == {"min_tokens": 1, "stop_token_ids": [2]}
+    assert "`generation_kwargs` gives seed=3" in caplog.text
+    caplog.clear()
+    make_vllm_kwargs({"seed": None}, [2])
+    assert not caplog.text

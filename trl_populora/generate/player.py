@@ -200,9 +200,15 @@ def warn_of_unknown(generation_kwargs: Mapping[str, Any] | None) -> None:
 
 
 def make_vllm_kwargs(generation_kwargs: Mapping[str, Any] | None, ends: Sequence[int]) -> dict[str, Any]:
-    """Makes vLLM's sampling options: the user's, but with `ends` in place of the user's stops."""
+    """Makes vLLM's sampling options: the user's, but with `ends` in place of the user's stops, and without a seed."""
     # By itself the engine stops only at the end tokens that the base's own files name.
     given = {name: value for name, value in (generation_kwargs or {}).items() if name not in STOPS}
+    if (seed := given.pop("seed", None)) is not None:
+        logger.warning(
+            "`generation_kwargs` gives seed=%s, which is ignored: with one seed for all requests, every process would "
+            "sample the same answers to a prompt. Set `seed`, the run's own.",
+            seed,
+        )
     return given | {"stop_token_ids": list(ends)}
 
 
