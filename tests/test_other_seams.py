@@ -165,6 +165,11 @@ PROMISES = {
         "BaseLinearLayerWithLoRA.set_lora",
         "self.lora_a_stacked[0][index, 0,",
     ),
+    "the engine counts as running what it has the state of": (
+        "vllm.v1.engine.output_processor",
+        "OutputProcessor.get_num_unfinished_requests",
+        "return len(self.request_states)",
+    ),
     "the client asks with a session": ("trl.generation.vllm_client", "VLLMClient.__init__", "requests.Session()"),
     "the client names the adapter as the model": ("trl.generation.vllm_client", "VLLMClient", '"model": self.model'),
 }
@@ -209,6 +214,7 @@ def test_signature(owner, name):
             "LoRAModel.from_lora_tensors",
             "lora_model_id tensors peft_helper device dtype model_vocab_size weights_mapper skip_prefixes",
         ),
+        ("vllm.v1.engine.llm_engine", "LLMEngine.abort_request", "self request_ids internal"),
         ("vllm.lora.model_manager", "LRUCacheLoRAModelManager.add_adapter", "self lora"),
         ("vllm.lora.model_manager", "LRUCacheLoRAModelManager.activate_adapter", "self lora_id"),
         ("vllm.lora.model_manager", "LRUCacheLoRAModelManager.pin_adapter", "self lora_id"),
