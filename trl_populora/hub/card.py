@@ -204,8 +204,8 @@ def write_card(root: Path, name: str, tags: Sequence[str] | str | None = None, d
     patterns = [population["lora"].get(f"{name}_pattern") or {} for name in ("rank", "alpha")]
     # `rank_pattern` may give some modules a higher rank than `r`, and vLLM needs the highest.
     largest = max([population["lora"]["r"], *patterns[0].values()])
-    # The Hub links a card to its base and to its datasets. The embedded base, and what lies in a file or a directory,
-    # has no page to link to.
+    # On the Hub a card links to the pages of its base and its datasets. The embedded base has no page, and neither has
+    # a file or a directory.
     names = [base, *population.get("datasets", ())]
     without_page = [name for name in names if name in (TINY, *population.get("local", ())) or not _has_page(name)]
     linked = [name for name in names[1:] if name not in without_page]

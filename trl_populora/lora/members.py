@@ -50,8 +50,8 @@ BROKEN_STEPS = 10
 # What `torch.compile` and activation checkpointing add to the names of modules. Keys of saved adapters are without it.
 _WRAPPER_PARTS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
-# Entries of an optimizer's state that are zero before the first step. If a parameter has any other entry, or one that
-# is quantised, a reset deletes all its entries, and the optimizer makes them anew.
+# Entries of an optimizer's state that are zero before the first step. A reset sets them to zero. If a parameter has
+# another entry, or a quantised one, the reset deletes all entries of this parameter, and the next step makes new ones.
 _ZERO_STATE = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}
 
 

@@ -51,8 +51,8 @@ class Change:
         name: Name of the metric, in words.
         form: How its values are written.
         first, last: Value before and after: the mean of a fifth, or one evaluation; `None` without a value.
-        clear: Whether it can be told from chance that it changed; `None` if fewer than two values are known on one
-            side, and for evaluations.
+        clear: Whether the change is more than chance; `None` if one side has fewer than two values, and for
+            evaluations.
         base: Value of the base without an adapter; `None` without a value.
     """
 
@@ -82,8 +82,8 @@ class Change:
 def take_fifths(run: Run) -> tuple[list[dict], list[dict]]:
     """
     Takes the first and the last fifth of a run's logged steps, at least one step each; empty below two steps. If
-    members came or left, the steps' rewards and lengths are means over those alone that stayed: means over all would
-    change although nobody does.
+    members came or left, rewards and lengths are averaged over the members that stayed. Averages over all would change
+    even where no member does.
     """
     size = max(1, len(run.history) // 5)
     if len(run.history) < 2:

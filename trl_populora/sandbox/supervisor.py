@@ -196,7 +196,7 @@ class Supervisor:
 
     Raises:
         `RuntimeError`: If zygotes do not start, or the host cannot confine programs and `allow_weak` is not set.
-        `OSError`: If no file descriptor or process is left to start them.
+        `OSError`: If they cannot be started, because file descriptors or processes have run out.
     """
 
     def __init__(self, workers: int, *, seed: int, allow_weak: bool, options: dict):
@@ -400,7 +400,7 @@ class Supervisor:
             self._lose(worker, worker.failure or "it ended")
 
     def _settle(self, number: int, pending: Pending) -> None:
-        """Finishes a run once the zygote has reported the child's end. The answer may end before."""
+        """Finishes a run once the zygote has reported the child's end. By then its answer may have ended."""
         if not pending.end_of_file:
             return
         self.listener.forget(pending.socket)

@@ -150,7 +150,7 @@ def _list_tokens(program: str) -> Iterator[tuple[str, int, int]]:
             elif match["token"] is not None:
                 yield match["token"], 1, 0
         return
-    # An f-string may hold its own quotes since Python 3.12, and only a tokenizer finds its end.
+    # Since Python 3.12 an f-string may contain the quotes that enclose it. Only a tokenizer finds where it ends.
     if "\0" in program:  # the tokenizer raises a `SystemError` for some null bytes
         raise ProgramError(Reject.SYNTAX, "SyntaxError: source code cannot contain null bytes")
     try:
