@@ -151,6 +151,14 @@ def test_settings_that_begin_anew_with_every_round_keep_generation_whole(name, v
     assert name in why_no_rounds(BASES["Llama"], config, sharded=False)
 
 
+def test_options_of_what_generate_returns_do_not_change_completions():
+    model, rows = base(BASES["Llama"]), [0] * len(PROMPTS)
+    wanted = generated(model, PROMPTS, settings())
+    config = settings(return_dict_in_generate=True, output_scores=True)
+    assert complete_whole(model, PROMPTS, rows, no_route, config) == wanted
+    assert complete(model, PROMPTS, rows, no_route, config) == wanted
+
+
 def test_a_base_on_several_devices_makes_all_tokens_in_one_call(random_base):
     """Its cache lies on several devices, too, where `complete` would look for all of it on one."""
     base = AutoModelForCausalLM.from_pretrained(random_base)

@@ -55,6 +55,16 @@ def saved(tmp_path):
     return str(tmp_path)
 
 
+@pytest.mark.parametrize("command", ["recipes", "info"])
+def test_a_command_whose_reader_has_gone_ends_without_a_word(saved, command):
+    reader, writer = os.pipe()
+    os.close(reader)  # as `head` does when it has its lines
+    words = [sys.executable, "-m", "trl_populora", command, *([saved] if command == "info" else [])]
+    done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 def test_help_lists_every_command(capsys):
     with pytest.raises(SystemExit) as done:
         cli.main(["--help"])

@@ -54,9 +54,10 @@ class SilentFor:
 def make_trainer(random_base, make_args, seed_dataset, lora):
     made = []
 
-    def make(reward_funcs=letters, train_dataset=seed_dataset, model=random_base, **overrides):
+    def make(reward_funcs=letters, train_dataset=seed_dataset, model=random_base, callbacks=None, **overrides):
+        args = make_args(**overrides)
         trainer = PopuLoRATrainer(
-            model, reward_funcs, make_args(**overrides), train_dataset=train_dataset, peft_config=lora
+            model, reward_funcs, args, train_dataset=train_dataset, peft_config=lora, callbacks=callbacks
         )
         made.append(trainer)
         return trainer
@@ -464,6 +465,15 @@ class TestRecords:
             make_trainer(max_steps=3, output_dir=str(where), **settings).train()
             assert [entry["step"] for entry in read_lines(where / "metrics.jsonl")] == wanted
         assert load_run(tmp_path / "some").finished
+
+    def test_the_step_after_which_a_callback_stops_is_logged(self, make_trainer):
+        class Stop(TrainerCallback):
+            def on_step_end(self, args, state, control, **kwargs):
+                control.should_training_stop = True
+
+        trainer = make_trainer(max_steps=3, logging_steps=2, save_strategy="no", callbacks=[Stop()])
+        trainer.train()
+        assert [entry["step"] for entry in read_lines(Path(trainer.args.output_dir, "metrics.jsonl"))] == [1]
 
     def test_trackers_get_no_key_without_a_value_and_the_records_all_of_them(self, make_trainer):
         seen = []

@@ -17,6 +17,7 @@ import difflib
 import itertools
 import logging
 import os
+import select
 import signal
 import sys
 import typing
@@ -412,12 +413,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if (here := os.getcwd()) not in sys.path:
             sys.path.append(here)
         COMMANDS[command](given[1:])
+        sys.stdout.flush()
     except KeyboardInterrupt as stop:  # a training has already said how to resume it
         raise SystemExit(128 + signal.SIGINT) from stop
     except Exception as error:
         sentence = describe_error(error)
         if sentence is None:
             raise
+        if isinstance(error, BrokenPipeError) and _has_lost_reader():
+            # The reader of the output, such as `head`, has gone. Python would complain once more at its end.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(1) from error  # as Rich ends where it prints a table
         end_with(f"populora {command}: {sentence}")
 
 
@@ -500,6 +506,13 @@ def _find_run(run: str) -> str:
 def _choose_report_directory(run: str) -> str | None:
     """Names a directory for the report of a population on the Hub; `None` for a local run, which has its own."""
     return None if Path(run).is_dir() else run.rpartition("/")[2]
+
+
+def _has_lost_reader() -> bool:
+    """Says whether stdout is a pipe from which nobody reads any more."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 def _say(text: str) -> None:

@@ -258,8 +258,10 @@ def complete_whole(
 ) -> list[list[int]]:
     """Does in one call of `generate` what [`complete`] does, for models that cannot do it in rounds."""
     ids, mask = _pad_left(prompts, sampling, model.device)
+    plain = copy.copy(sampling)
+    plain.return_dict_in_generate = False  # tokens alone, whatever the user's options ask for
     with torch.no_grad(), route(list(members)), group_queries():
-        output = model.generate(input_ids=ids, attention_mask=mask, generation_config=sampling)
+        output = model.generate(input_ids=ids, attention_mask=mask, generation_config=plain)
     return _cut_at_end(output[:, ids.shape[1] :], sampling)[0]
 
 

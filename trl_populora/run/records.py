@@ -159,8 +159,9 @@ class Records(TrainerCallback):
             self._before = []
 
     def on_step_end(self, args, state, control, **kwargs):
-        # `Trainer` logs only multiples of `logging_steps`, but reports need the last step, too.
-        if state.global_step >= state.max_steps and args.logging_strategy != "no":
+        # `Trainer` logs only multiples of `logging_steps`, but reports need the last step, too. A callback may stop
+        # the training before `max_steps`.
+        if control.should_training_stop and args.logging_strategy != "no":
             control.should_log = True
 
     def on_log(self, args, state, control, logs=None, **kwargs):
