@@ -7,8 +7,9 @@ import yaml
 from transformers import AutoTokenizer
 
 from trl_populora import cli as program
+from trl_populora import start
 from trl_populora.assets import tiny_base_path
-from trl_populora.evaluate.tryout import Finding, Form, Question, TryArguments, Tryout, show, try_model
+from trl_populora.evaluate.tryout import Finding, Form, Question, TryArguments, Tryout, _make_settings, show, try_model
 from trl_populora.generate.player import tokenize
 from trl_populora.step.player import Completion
 
@@ -144,6 +145,11 @@ def test_a_gguf_file_is_told_from_a_missing_model(tmp_path, given):
 )
 def test_a_base_is_asked_for_as_many_inputs_as_it_knows(model, given, inputs):
     assert TryArguments(model, **given).inputs == inputs
+
+
+def test_beside_vllm_the_base_takes_no_memory():
+    args = _make_settings(TryArguments("tiny", vllm=True))
+    assert {weight.device.type for weight in start.load_base("tiny", args).parameters()} == {"meta"}
 
 
 def test_a_prompt_that_is_too_long_is_measured_without_a_warning(make_args):

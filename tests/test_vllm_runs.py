@@ -114,6 +114,16 @@ def test_a_command_with_a_colocated_engine_ends_with_what_it_tells(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
+def test_vllm_answers_when_a_base_is_tried():
+    options = ["tiny", "--vllm", "--task_kinds", "code_o", "--samples", "8"]
+    command = [sys.executable, "-m", "trl_populora", "try", *options]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "Settings that fit:\n  task_kinds: [code_o]\n  prompt_style: compact\n" in done.stdout
+    assert "Completions end at the tokens 2," in done.stdout
+
+
 def test_references_that_the_engine_has_no_room_for_are_dropped(straight):
     assert straight["steps"] == 4
     assert len(straight["dropped"]) == 4

@@ -313,6 +313,9 @@ def _make_settings(options: TryArguments) -> PopuLoRAConfig:
     args.prompt_style = choose_style(None, options.model)
     dtype = "float32" if args.prompt_style == "compact" else "bfloat16"
     args.model_init_kwargs = {"dtype": options.dtype or dtype}
+    if options.vllm:
+        # vLLM loads the base itself, and fills the GPU. Here only the config and the number of weights are needed.
+        args.model_init_kwargs["device_map"] = "meta"
     return args
 
 
