@@ -54,7 +54,8 @@ from trl_populora.tasks import Task
 STUDIES = Path(__file__).resolve().parent
 PLAN = json.loads((STUDIES / "tiny" / "race_plan.json").read_text())
 RESULTS, METRICS, ONE_MODEL = "race.json", "race_runs.tar.xz", "one model"
-AGENT, FIRST = "agent_104_slow", 5  # what arms are compared with, on seeds from 5 on: 0 and 1 chose settings
+# Arms are compared with these two, on seeds from `FIRST` on: 0 and 1 chose settings.
+AGENT, CANDIDATE, FIRST = "agent_104_slow", "pooled", 5
 
 
 def judged_tasks(count: int) -> list[Task]:
@@ -192,7 +193,8 @@ def keep(output: Path, found: Mapping[str, Mapping[str, Any]], studies: Path = S
     for page, table in (
         (studies / "README.md", list_runs(kept)),
         (studies.parent / "docs" / "results.md", describe(raced)),
-        (studies.parent / "docs" / "results.md", compare(raced)),
+        (studies.parent / "docs" / "results.md", compare(raced, AGENT)),
+        (studies.parent / "docs" / "results.md", compare(raced, CANDIDATE)),
     ):
         head = re.escape(markdown(table[:1]).splitlines()[0].partition("`")[0])  # up to the names of arms
         written, count = re.subn(
@@ -236,12 +238,13 @@ def describe(raced: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[list[
     return rows
 
 
-def compare(raced: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[list[str]]:
-    """A row per arm: what it has more than the single agent of the same seed, in points, with a t interval."""
-    rows = [["arm", "seeds compared", *(name.removesuffix(", %") for name in COMPARED)]]
-    for arm in raced if AGENT in raced else []:
-        found = [differences(raced, FIGURES[name], arm, AGENT) for name in COMPARED]
-        if arm != AGENT and found[0]:
+def compare(raced: Mapping[str, Mapping[str, Mapping[str, Any]]], reference: str) -> list[list[str]]:
+    """A row per further arm: what it has more than `reference` in the same seed, in points, with a t interval."""
+    whom = {AGENT: "the agent", CANDIDATE: "the candidate"}[reference]
+    rows = [[f"minus {whom}", "seeds compared", *(name.removesuffix(", %") for name in COMPARED)]]
+    for arm in raced if reference in raced else []:
+        found = [differences(raced, FIGURES[name], arm, reference) for name in COMPARED]
+        if arm not in (AGENT, reference) and found[0]:
             rows.append([f"`{arm}`", str(len(found[0])), *map(_tell, found)])
     return rows
 
@@ -283,7 +286,8 @@ def main() -> None:
     print(markdown(list_runs(kept)))
     raced = find_raced(kept)
     print(markdown(describe(raced)))
-    print(markdown(compare(raced)))
+    print(markdown(compare(raced, AGENT)))
+    print(markdown(compare(raced, CANDIDATE)))
     if options.keep:
         keep(options.output, kept)
 

@@ -109,7 +109,7 @@ def find_published(who: str) -> dict:
 POPULATION = find_published("2T+2S, mean of the seeds")
 
 # The figures that each row of README's table has, in their order.
-POOLED = pooled_against_agent()
+AGAINST_AGENT = pooled_against_agent()
 ROWS = {
     "What does it cost on a GPU?": [percent(MEASURED["step_at_7b"]["step"], 1)],
     "A sweep in one run?": [
@@ -128,8 +128,8 @@ ROWS = {
         *over(race(held_out, "single_agent_all_rows")).partition(" [")[::2],
         f"{len(SCREEN['race_4t4s'])} seeds",
         *over(race(as_one_model("held_out"), "single_agent_all_rows")).partition(" [")[::2],
-        *over(POOLED).partition(" [")[::2],
-        f"{len(POOLED)} seeds",
+        *over(AGAINST_AGENT).partition(" [")[::2],
+        f"{len(AGAINST_AGENT)} seeds",
     ],
     "A pretrained model?": [
         percent(find_published("cold start")["right"], 1),
@@ -258,12 +258,14 @@ def test_the_page_of_the_135m_has_the_figures_of_its_runs(start, who):
     assert points(*over_runs, 1) in SMOLLM2
 
 
-POOLED = {
+POOLINGS = {
     "never": "separate",
     "every 20 steps": "pooled_20",
     "every 5 steps": "pooled_5",
     "every step": "pooled_1",
+    "every 20 steps, at twice the rate": "pooled_20_fast",
     "every 5 steps, at twice the rate": "pooled_5_fast",
+    "every step, at twice the rate": "pooled_1_fast",
     "every 5 steps, at twice the rate; teachers paid for features of their own": "pooled_5_shares",
     "every 5 steps, at twice the rate; students at temperatures 0.7, 1, 1 and 1.3": "pooled_5_temperatures",
     "every 5 steps, at twice the rate; students at 0.5, 1, 1 and 2 times this rate": "pooled_5_rates",
@@ -274,8 +276,8 @@ POOLED = {
 def test_what_pooling_gave_is_told_as_measured():
     page = (ROOT / "docs" / "how" / "evolve.md").read_text()
     kept = json.loads((ROOT / "studies" / "tiny" / "pooling.json").read_text())
-    assert kept.keys() == set(POOLED.values())
-    for label, name in POOLED.items():
+    assert kept.keys() == set(POOLINGS.values())
+    for label, name in POOLINGS.items():
         runs = [run["merged"] for run in kept[name].values()]
         alone = [fmean(rates["held_out"] for who, rates in run.items() if who != STUDENTS) for run in runs]
         together = [run[STUDENTS]["held_out"] for run in runs]

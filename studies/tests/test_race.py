@@ -50,7 +50,7 @@ def test_the_page_tells_the_runs_so_far():
     assert f"solves {100 * (small - large):.1f} points more" in page
     compared, raced = (folder.parent / "docs" / "results.md").read_text(), race.find_raced(kept)
     assert markdown(race.describe(raced)) in compared
-    assert markdown(race.compare(raced)) in compared
+    assert all(markdown(race.compare(raced, arm)) in compared for arm in (race.AGENT, race.CANDIDATE))
     assert f"{100 * (small - large):.1f} points more of the race's tasks" in re.sub(r"\s+", " ", compared)
 
 
@@ -79,7 +79,8 @@ def test_runs_that_are_kept_join_figures_metrics_and_tables(tmp_path):
         assert new.extractfile(f"{race.AGENT}/seed_99/metrics.jsonl").read() == b'{"step": 600}\n'
     raced, page = race.find_raced(kept), (project.parent / "docs" / "results.md").read_text()
     assert "99" in race.describe(raced)[1][1 + [*raced].index(race.AGENT)]
-    assert all(markdown(table) in page for table in (race.describe(raced), race.compare(raced)))
+    assert markdown(race.describe(raced)) in page
+    assert all(markdown(race.compare(raced, arm)) in page for arm in (race.AGENT, race.CANDIDATE))
     assert markdown(race.list_runs(kept)) in (project / "README.md").read_text()
     races = (race.STUDIES.parent / "docs" / "results.md").read_text().split("\n| ")
     assert len(page.split("\n| ")) == len(races), "rows of other tables stay"
@@ -87,9 +88,9 @@ def test_runs_that_are_kept_join_figures_metrics_and_tables(tmp_path):
 
 def test_without_a_run_of_the_agent_nothing_is_compared():
     raced = race.find_raced(json.loads((race.STUDIES / "tiny" / race.RESULTS).read_text()))
-    assert len(race.compare(raced)) > 1
+    assert len(race.compare(raced, race.AGENT)) > 1
     del raced[race.AGENT]
-    assert len(race.compare(raced)) == 1
+    assert len(race.compare(raced, race.AGENT)) == 1
 
 
 def test_the_run_that_fell_apart_is_told_as_it_was():
