@@ -542,6 +542,7 @@ def test_quick_start_leaves_what_the_readme_lists(tmp_path):
     for word in ("match", "propose", "verify", "solve", "update"):
         assert f"{word} " in output
     assert "Population after 2 steps" in output
+    assert "Cannot be told: 2 of the 10 steps that a verdict needs are logged." in output
     members = {path.parent.name for path in run.glob("members/*/adapter_model.safetensors")}
     assert members == {"teacher_0", "teacher_1", "student_0", "student_1"}
     assert len(json.loads((run / "population.json").read_text())["members"]) == 4
