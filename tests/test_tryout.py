@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import yaml
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from trl_populora import cli as program
 from trl_populora import start
@@ -150,6 +151,16 @@ def test_a_base_is_asked_for_as_many_inputs_as_it_knows(model, given, inputs):
 def test_beside_vllm_the_base_takes_no_memory():
     args = _make_settings(TryArguments("tiny", vllm=True))
     assert {weight.device.type for weight in start.load_base("tiny", args).parameters()} == {"meta"}
+
+
+def test_a_base_that_is_quantised_loads_beside_vllm(tmp_path):
+    pytest.importorskip("bitsandbytes", reason="needs the `quantization` extra")
+    four_bits = BitsAndBytesConfig(load_in_4bit=True)
+    whole = AutoModelForCausalLM.from_pretrained(tiny_base_path(), dtype=torch.float32, quantization_config=four_bits)
+    whole.save_pretrained(tmp_path)
+    base = start.load_base(str(tmp_path), _make_settings(TryArguments(str(tmp_path), vllm=True)))
+    assert {weight.device.type for weight in base.parameters()} == {"cpu"}
+    assert start.count_parameters(base) == start.count_parameters(whole)
 
 
 def test_a_prompt_that_is_too_long_is_measured_without_a_warning(make_args):

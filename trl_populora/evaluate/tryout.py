@@ -20,7 +20,7 @@ import torch
 from accelerate.utils import set_seed
 from peft import PeftModel
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from trl_populora import start
 from trl_populora.assets import TINY, resolve_model_path
@@ -314,8 +314,10 @@ def _make_settings(options: TryArguments) -> PopuLoRAConfig:
     dtype = "float32" if args.prompt_style == "compact" else "bfloat16"
     args.model_init_kwargs = {"dtype": options.dtype or dtype}
     if options.vllm:
-        # vLLM loads the base itself, and fills the GPU. Here only the config and the number of weights are needed.
-        args.model_init_kwargs["device_map"] = "meta"
+        # vLLM loads the base itself, and fills the GPU. Here only the config and the number of weights are needed. But
+        # transformers reads the weights of a quantised base in any case.
+        config = AutoConfig.from_pretrained(resolve_model_path(options.model))
+        args.model_init_kwargs["device_map"] = "cpu" if hasattr(config, "quantization_config") else "meta"
     return args
 
 
