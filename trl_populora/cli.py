@@ -421,7 +421,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if sentence is None:
             raise
         if isinstance(error, BrokenPipeError) and _has_lost_reader():
-            # The reader of the output, such as `head`, has gone. Python would complain once more at its end.
+            # `head`, for example, has read what it wants. Python writes the rest of the output when it exits, and must
+            # not fail again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(1) from error  # as Rich ends where it prints a table
         end_with(f"populora {command}: {sentence}")

@@ -314,8 +314,8 @@ def _make_settings(options: TryArguments) -> PopuLoRAConfig:
     dtype = "float32" if args.prompt_style == "compact" else "bfloat16"
     args.model_init_kwargs = {"dtype": options.dtype or dtype}
     if options.vllm:
-        # vLLM loads the base itself, and fills the GPU. Here only the config and the number of weights are needed. But
-        # transformers reads the weights of a quantised base in any case.
+        # vLLM loads the base itself, and fills the GPU. Here only the config and the number of weights are needed.
+        # transformers cannot load a quantised base without its weights, so that goes to the CPU.
         config = AutoConfig.from_pretrained(resolve_model_path(options.model))
         args.model_init_kwargs["device_map"] = "cpu" if hasattr(config, "quantization_config") else "meta"
     return args
