@@ -48,7 +48,9 @@ from trl_populora.lora.layers import BASE_NAME
 from trl_populora.lora.members import read_member, write_member
 from trl_populora.run.read import read_chat_template, read_population
 from trl_populora.run.saved_population import SAMPLING, Shape, check_one_moment, check_plays, read_sampling
-from trl_populora.tasks import Task, choose_kinds, load_seed_tasks, resolve_kind
+from trl_populora.tasks import Task, choose_kinds, resolve_kind
+from trl_populora.tasks.archive import read_task
+from trl_populora.tasks.dataset import read_tasks
 from trl_populora.tasks.python.reading import has_thinking
 
 
@@ -282,7 +284,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64, help="answers sampled at once")
     parser.add_argument("--output", type=Path, default=Path("runs/held_out"))
     options = parser.parse_args()
-    tasks = load_seed_tasks(options.tasks)
+    tasks = [read_task(row, f"row {number}") for number, row in enumerate(read_tasks(options.tasks) or ())]
     scores = Scores(find_contenders(options, tasks), tasks, options)
     tries: dict[str, list[list[Try]]] = {}
     copied: list[bool] = []

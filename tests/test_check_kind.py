@@ -18,7 +18,7 @@ from tests.countdown import GivenCountdown
 from trl_populora import cli
 from trl_populora.evaluate import check_kind as module
 from trl_populora.evaluate.check_kind import check_kind
-from trl_populora.tasks import TASK_KINDS, Task, load_seed_tasks, resolve_kind
+from trl_populora.tasks import TASK_KINDS, CodeF, Task, load_seed_tasks, resolve_kind
 from trl_populora.tasks.kind import Attempt, Refusal, Reject
 
 
@@ -46,6 +46,19 @@ def test_the_command_shows_prompts_and_finds_nothing_wrong_with_the_recipe(capsy
 def test_the_packages_own_kinds_have_no_problem(name, monkeypatch):
     monkeypatch.setattr(module, "TEXTS", 200)
     assert check_kind(resolve_kind(name), load_seed_tasks()[::16]) == []
+
+
+def test_references_are_those_of_the_style_that_is_shown(monkeypatch):
+    shown = []
+
+    class About(CodeF):
+        def proposal_prompt(self, references, style):
+            shown.append((style, len(references)))
+            return super().proposal_prompt(references, style)
+
+    monkeypatch.setattr(module, "TEXTS", 20)
+    check_kind(About(), load_seed_tasks()[::16])
+    assert max(count for style, count in shown if style == "chat") == 1, "the program that the proposal is about"
 
 
 GIVEN = Task("countdown", "3 4 5 -> 17", (), ())

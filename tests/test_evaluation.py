@@ -35,6 +35,7 @@ from trl_populora.lora.members import read_member, write_member
 from trl_populora.sandbox import Limits, Sandbox
 from trl_populora.start import load_base, load_tokenizer
 from trl_populora.step.player import Completion
+from trl_populora.tasks import Task, make_task
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.dataset import read_tasks
 from trl_populora.trainer import PopuLoRATrainer
@@ -348,9 +349,41 @@ class TestSavedPopulations:
         options = ["crossplay", str(runs / "pair"), "--task_kinds", "code_o", "--tasks", str(tasks), "--out"]
         with pytest.raises(SystemExit, match="The given tasks are of code_f; these members play code_o"):
             cli.main([*options, str(tmp_path / "out")])
+        long = make_task("code_o", "def f(a):\n" + "    a += 1\n" * 200 + "    return a", [(1,)])
+        tasks.write_text(json.dumps(long.to_record()))
+        with pytest.raises(SystemExit, match="The prompt of a code_o task is .* tokens longer than the context"):
+            cli.main([*options, str(tmp_path / "out")])
         taken.touch()
         with pytest.raises(SystemExit, match="File exists: .*taken"):
             cli.main([*options, str(taken)])
+
+    def test_students_alone_play_a_kind_whose_tasks_are_only_given(self, runs, tmp_path):
+        run = Path(shutil.copytree(runs / "pair", tmp_path / "run"))
+        saved = json.loads((run / "population.json").read_text())
+        saved["members"] = [member for member in saved["members"] if member["role"] == "student"]
+        (run / "population.json").write_text(json.dumps(saved))
+        tasks = tmp_path / "tasks.jsonl"
+        rows = [Task("countdown", text, (), ()).to_record() for text in ("3 4 5 -> 17", "2 3 4 -> 14")]
+        tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        options = ["--task_kinds", "tests.countdown:GivenCountdown", "--tasks", str(tasks)]
+        cli.main(["crossplay", str(run), *options, "--attempts", "1", "--out", str(tmp_path / "out")])
+        found = json.loads((tmp_path / "out" / "crossplay.json").read_text())
+        assert (found["teachers"], found["solved"], len(found["given"])) == ([], [], len(saved["members"]))
+
+    def test_a_template_ends_the_answers_of_its_own_members_alone(self, runs, tmp_path, monkeypatch):
+        other = Path(shutil.copytree(runs / "agent", tmp_path / "other"))
+        template = (other / "chat_template.jinja").read_text()
+        (other / "chat_template.jinja").write_text("{{ '' }}" + template)
+        found = []
+
+        def note(model, *given):
+            found.append(model.get_base_model().generation_config)
+            return make_player(model, *given)
+
+        monkeypatch.setattr("trl_populora.evaluate.cross_play.make_player", note)
+        with assemble([str(runs / "pair"), str(other)], task_kinds=KINDS):
+            assert len(found) == 2
+            assert found[0] is found[1], "the first player's ends are not the second's"
 
     @pytest.mark.parametrize(
         ("given", "wanted"),

@@ -91,6 +91,10 @@ def test_a_kind_that_proposes_nothing_is_played_without_teachers(make_args):
         ({"program": "def f(a):\n    return a +"}, "`train_dataset`, row 1: the program ends with `error`"),
         ({"program": "g = 1"}, "`train_dataset`, row 1: the program ends with `error`"),
         (
+            {"program": "def f(a):\n    return [*{'k%d' % n for n in range(9)}][0]", "outputs": ['"k0"']},
+            "`train_dataset`, row 1: the program ends with `nondeterministic`",
+        ),
+        (
             {"program": "def f(a):\n    return a + 1  # <|im_end|>"},
             "`train_dataset`, row 1: what it shows holds '<|im_end|>', a control token.",
         ),
@@ -104,6 +108,16 @@ def test_seed_tasks_are_run_before_students_are_graded_by_them(
     rows[1] |= change
     with pytest.raises(ValueError, match=message):
         PopuLoRATrainer(random_base, args=make_args(), train_dataset=Dataset.from_list(rows), peft_config=lora)
+
+
+def test_given_tasks_that_are_left_out_are_counted(make_args, seed_tasks, caplog):
+    kinds = make_kinds(make_args(task_kinds=["code_o"]))
+    tasks = [task for task in seed_tasks if task.kind == "code_o"]
+    for given, size, lost in ((tasks, 100, 0), ([*tasks, tasks[0]], 100, 1), (tasks, len(tasks) - 2, 2)):
+        caplog.clear()
+        build_archive(Dataset.from_list([task.to_record() for task in given]), kinds, "compact", size, None)
+        told = [line for line in caplog.messages if "left out" in line]
+        assert [line.split(" given")[0] for line in told] == [f"{lost} of the {len(given)}"] * bool(lost)
 
 
 def test_a_given_task_needs_half_of_the_limit_at_most(make_args, random_base, lora, seed_tasks):

@@ -243,6 +243,23 @@ def test_a_kind_keeps_a_number_of_runs_that_equals_the_default(kind):
     assert own.determinism_runs == CodeO.determinism_runs
 
 
+@pytest.mark.parametrize("style", ["turns", "chat", "compact"])
+@pytest.mark.parametrize("built_in", [CodeO, CodeI, CodeF])
+def test_a_subclass_with_a_name_of_its_own_has_the_texts_of_its_parent(built_in, style, seed_tasks):
+    kind, parent = type("Short", (built_in,), {"name": "short", "max_value_chars": 100})(), built_in()
+    task = next(each for each in seed_tasks if each.kind == parent.name)
+    text = {f"{parent.name}/solve": "What is it?"}
+    for one in (kind, parent):
+        one.configure(KindSettings(prompt_style=style, prompt_texts=None if style == "compact" else text))
+    asked, of_parent = (one.solving_prompt(task, style)[0]["content"] for one in (kind, parent))
+    assert asked == of_parent.replace(f"solve {parent.name}", "solve short")
+    assert kind.proposal_prompt([task], style)[0]["content"]
+
+
+def test_a_task_without_inputs_is_no_example_of_a_proposal():
+    assert CodeF().write_proposal(Task("code_f", "def f(a):\n    return a", (), (), "say it")) == ""
+
+
 def test_a_kind_takes_its_settings_itself_and_keeps_its_own():
     settings = KindSettings(determinism_runs=3, inputs_per_function=6, prompt_style="turns")
     kinds = [CodeO(), CodeF(), Careful(), Countdown()]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 import yaml
@@ -13,6 +15,7 @@ from trl_populora.assets import tiny_base_path
 from trl_populora.evaluate.tryout import Finding, Form, Question, TryArguments, Tryout, _make_settings, show, try_model
 from trl_populora.generate.player import tokenize
 from trl_populora.step.player import Completion
+from trl_populora.tasks import Task, make_task
 
 
 TURNS, SHOTS, CHAT = Form("turns"), Form("turns", 3), Form("chat")
@@ -190,6 +193,19 @@ def test_a_base_that_says_nothing_ends_with_one(random_base, capsys):
     assert "recipes/cold_start.py" in said
     assert "turns + 3 shots  not tried: The solved tasks do not fit into the context." in said
     assert "chat             not tried: The shortest proposal prompt of code_o is" in said
+
+
+def test_a_kind_of_your_own_is_tried_with_tasks_of_it(random_base, tmp_path):
+    path, own = tmp_path / "given.jsonl", {"task_kinds": ["code_o", "tests.countdown:GivenCountdown"]}
+    tasks = [make_task("code_o", "def f(a):\n    return a + 1", [(1,)]), Task("countdown", "3 4 5 -> 17", (), ())]
+    path.write_text("".join(json.dumps(task.to_record()) + "\n" for task in tasks))
+    with pytest.raises(ValueError, match="There is no task of the kind countdown to try"):
+        try_model(TryArguments(random_base, **own))
+    options = TryArguments(
+        random_base, samples=4, tasks=str(path), max_completion_length=8, prompt_style="compact", **own
+    )
+    asked = [(question.role, question.kind) for question in try_model(options).questions]
+    assert [asked.count(("student", kind)) for kind in ("code_o", "countdown")] == [4, 4]
 
 
 def test_one_style_alone_is_tried_on_request(random_base):

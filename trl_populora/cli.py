@@ -336,7 +336,8 @@ def crossplay(arguments: Sequence[str]) -> None:
         if not contest.teachers and not rows:
             raise ValueError(f"No teacher in {', '.join(options.runs)}: give the students `--tasks`.")
         if options.tasks is not None:
-            keep_known(contest.referee, rows)
+            for task in keep_known(contest.referee, rows):
+                contest.referee.solving_prompt(task)  # raises if it does not fit into the context
         payoff = contest.play(options.proposals, options.attempts, options.seed)
         if options.tasks is not None:
             # An archive of the tasks is made, because it drops duplicates.

@@ -989,7 +989,10 @@ def check_outputs(tables: Mapping[str, Sequence[Task]], referee: Referee, player
     # A given task gets the CPU time of a proposal, half of an attempt's. Attempts run beside other work later, and
     # must not fail because the program then takes longer.
     verdicts = referee.sandbox.run(
-        [Job(task.program, task.inputs, headroom=code[task.kind].cpu_headroom) for _, _, task in mine]
+        [
+            Job(task.program, task.inputs, code[task.kind].determinism_runs, headroom=code[task.kind].cpu_headroom)
+            for _, _, task in mine
+        ]
     )
     for (field, number, task), verdict in zip(mine, verdicts, strict=True):
         where = f"`{field}`, row {number}"

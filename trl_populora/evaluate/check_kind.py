@@ -56,7 +56,8 @@ def check_kind(kind: TaskKind, tasks: Sequence[Task] = (), say: Callable[[str], 
         referee = Referee({kind.name: kind}, sandbox, STYLES[0])
         for style in STYLES:
             with _note_problems(kind, problems):
-                referee.style, shown = style, referee.draw_references(kind, archive, 6, rng)
+                referee.style = style  # `draw_references` reads it
+                shown = referee.draw_references(kind, archive, 6, rng)
                 proposing = [] if missing else [referee.proposal_prompt(kind, shown)[0]]
                 prompts = [*proposing, *map(referee.solving_prompt, own[:1])]
                 told = ["\n".join("{role}: {content}".format(**each) for each in prompt) for prompt in prompts]

@@ -173,6 +173,8 @@ def cross_play(
     """
     rng = random.Random(f"cross-play/{seed}")
     names = [name for name, kind in referee.kinds.items() if not kind.missing_for_proposals()]
+    if not teachers:
+        return Payoff([], list(students))
     if not names:
         raise ValueError(f"Nobody can propose: {', '.join(referee.kinds)} only read and grade attempts.")
     kinds = [names[place % len(names)] for place in range(proposals)]
@@ -277,14 +279,17 @@ def assemble(
     for run, theirs in zip(runs, saved, strict=True):
         check_plays(run, theirs)
     kinds_played = choose_kinds(runs[0], saved[0]["settings"]["task_kinds"], task_kinds)
-    args = _settings_of(saved[0], settings | {"task_kinds": kinds_played})
+    proposing = any(member["role"] == "teacher" for theirs in saved for member in theirs["members"])
+    args = _settings_of(saved[0], settings | {"task_kinds": kinds_played}, proposing)
     others = {run: theirs["settings"]["task_kinds"] for run, theirs in zip(runs, saved, strict=True)}
     if any(set(kinds) != set(args.task_kinds) for kinds in others.values()):
         trained = "; ".join(f"{run} was trained on {', '.join(kinds)}" for run, kinds in others.items())
         logger.warning(make_printable(f"The kinds of task differ: {trained}. All play {', '.join(args.task_kinds)}."))
     kinds = start.make_kinds(args)
-    given = gather_references(args.task_kinds, roots, saved[0]["prompt_style"]) if tasks is None else tasks
-    archive = build_archive(given, kinds, args.prompt_style, args.archive_size, args.references_per_proposal)
+    archive = TaskArchive()
+    if proposing:  # students alone are shown no references
+        given = gather_references(args.task_kinds, roots, saved[0]["prompt_style"]) if tasks is None else tasks
+        archive = build_archive(given, kinds, args.prompt_style, args.archive_size, args.references_per_proposal)
 
     # 2. One base with an adapter for every member of every run. Each member gets a new name, by its place
     # among all members of its role.
@@ -311,8 +316,14 @@ def assemble(
     referee = start.make_referee(args, kinds, base, tokenizer)
     with ExitStack() as failed:  # if the start fails here, the sandbox is closed
         failed.callback(referee.sandbox.close)
-        start.fit_into_context(referee, archive, None, make_free_token_counter(base, tokenizer, args))
-        player = _make_player_of_runs(model, tokenizer, router, population.names, args, template_of)
+        asking = {template: copy.deepcopy(tokenizer) for template in dict.fromkeys(templates)}
+        for template, own in asking.items():
+            own.chat_template = template
+        counters = [make_free_token_counter(base, own, args) for own in asking.values()]
+        referee.free_tokens = lambda prompt: min(count(prompt) for count in counters)
+        if proposing:
+            start.fit_into_context(referee, archive, None, referee.free_tokens)
+        player = _make_player_of_runs(model, asking, router, population.names, args, template_of)
         teachers, students = ([member.name for member in population.role(role)] for role in entries)
         failed.pop_all()
     return Contest(args, model, names, referee, player, archive, teachers, students)
@@ -320,19 +331,23 @@ def assemble(
 
 def _make_player_of_runs(
     model: PeftModel,
-    tokenizer: PreTrainedTokenizerBase,
+    asking: Mapping[str, PreTrainedTokenizerBase],
     router: Router,
     members: Sequence[str],
     args: PopuLoRAConfig,
     template_of: Mapping[str, str],
 ) -> Player:
-    """Makes one player for all members and the base. It asks each with the chat template that `template_of` has."""
-    players = {}
-    # A template also decides which tokens end an answer. So each template has a tokenizer and a player of its own.
-    for template in dict.fromkeys(template_of.values()):
-        own = copy.deepcopy(tokenizer)
-        own.chat_template = template
-        players[template] = make_player(model, own, router, members, args)
+    """
+    Makes one player for all members and the base. It asks each with the chat template that `template_of` has, by the
+    tokenizer that `asking` has for this template.
+    """
+    players, base = {}, model.get_base_model()
+    # A template also decides which tokens end an answer. So each template has a tokenizer and a player of its own, and
+    # each player finds the base's generation config as it was.
+    given = base.generation_config
+    for template, tokenizer in asking.items():
+        base.generation_config = given
+        players[template] = make_player(model, tokenizer, router, members, args)
     if len(players) == 1:
         return next(iter(players.values()))
 
@@ -351,7 +366,7 @@ def _make_player_of_runs(
     return Player(generate)
 
 
-def _settings_of(saved: dict[str, Any], settings: dict[str, Any]) -> PopuLoRAConfig:
+def _settings_of(saved: dict[str, Any], settings: dict[str, Any], proposing: bool) -> PopuLoRAConfig:
     """
     Makes the settings of a contest from those of a saved population.
 
@@ -360,6 +375,7 @@ def _settings_of(saved: dict[str, Any], settings: dict[str, Any]) -> PopuLoRACon
     Args:
         saved: Contents of `population.json`.
         settings: Settings that replace the saved ones.
+        proposing: Whether any population has teachers. Without them kinds need no methods for proposals.
     """
     first, on_cpu = saved["settings"], not torch.cuda.is_available()
     theirs = {name: first[name] for name in ("references_per_proposal", "inputs_per_function")}
@@ -384,8 +400,9 @@ def _settings_of(saved: dict[str, Any], settings: dict[str, Any]) -> PopuLoRACon
             "use_cpu": on_cpu,
             "bf16": not on_cpu,
             "report_to": [],
-            "teacher_baseline": "group",  # "member" would warn of few proposals, although nothing is trained here
         }
+        # The baseline "member" would warn of few proposals, although nothing is trained here.
+        | ({"teacher_baseline": "group"} if proposing else {"teachers": 0})
         | {name: value for name, value in settings.items() if name != "model_init_kwargs"},
     )
 

@@ -232,6 +232,10 @@ class HeldOut:
         """Whether a held-out task asks the same as `task`; `_key_questions` says what counts as the same."""
         return isinstance(task, Task) and not self._questions.isdisjoint(_key_questions(task))
 
+    def asks_the_same_as(self, other: HeldOut) -> bool:
+        """Says whether both have the same tables of the same tasks."""
+        return [*map(_digest, self.tables.values())] == [*map(_digest, other.tables.values())]
+
     def measure(
         self,
         referee: Referee,

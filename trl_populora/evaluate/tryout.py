@@ -18,6 +18,7 @@ from statistics import fmean
 
 import torch
 from accelerate.utils import set_seed
+from datasets import Dataset
 from peft import PeftModel
 from tqdm import tqdm
 from transformers import AutoConfig, PreTrainedTokenizerBase
@@ -39,8 +40,8 @@ from trl_populora.options import check_bounds, check_numbers
 from trl_populora.start import SHOTS, choose_style
 from trl_populora.step.player import Completion, Messages, Player
 from trl_populora.step.referee import Referee, Written
-from trl_populora.tasks import STYLES, Proposal, Refusal, Reject, Task, TaskArchive
-from trl_populora.tasks.dataset import build_archive
+from trl_populora.tasks import STYLES, TASK_KINDS, Proposal, Refusal, Reject, Task, TaskArchive
+from trl_populora.tasks.dataset import build_archive, read_tasks
 from trl_populora.tasks.python.prompts import check_style
 
 
@@ -59,6 +60,8 @@ class TryArguments:
         model: Hub id or directory of a base, or `tiny`.
         adapter: A LoRA adapter on the base, for example of a cold start. Not with `vllm`.
         task_kinds: Kinds of task to try; by default the three built in.
+        tasks: Tasks to pose and to show, as a run's `seed_tasks`: a file or a dataset of the Hub. A kind of your own
+            needs some. By default the package's.
         prompt_style: Prompt style to try; by default every style that the base may know.
         samples: Number of attempts for each kind and each [`Form`], and number of proposals for each kind and each
             prompt style; a multiple of 4.
@@ -76,6 +79,9 @@ class TryArguments:
     adapter: str | None = field(default=None, metadata={"help": "A LoRA adapter on the base; not with vllm."})
     task_kinds: list[str] = field(
         default_factory=lambda: ["code_o", "code_i", "code_f"], metadata={"help": "Kinds of task to try."}
+    )
+    tasks: str | None = field(
+        default=None, metadata={"help": "A file or a Hub dataset of tasks; a kind of your own needs some."}
     )
     prompt_style: str | None = field(default=None, metadata={"help": "Try only this prompt style."})
     samples: int = field(
@@ -257,7 +263,9 @@ def try_model(options: TryArguments) -> Tryout:
         `ValueError`: If the base or a kind cannot be used, or no prompt style can be tried.
     """
     start.refuse_gguf(options.model)
+    given = read_tasks(options.tasks)
     args = _make_settings(options)
+    _check_tasks(start.make_kinds(args), given)
     set_seed(options.seed)
     base = start.load_base(options.model, args)
     tokenizer = start.load_tokenizer(base, None, args)
@@ -275,7 +283,7 @@ def try_model(options: TryArguments) -> Tryout:
             kinds = start.make_kinds(args)
             referee = start.make_referee(args, kinds, base, tokenizer, sandbox=sandbox)
             referee.free_tokens = free_tokens
-            setups[style] = Setup(referee, build_archive(None, kinds, style, args.archive_size, REFERENCES))
+            setups[style] = Setup(referee, build_archive(given, kinds, style, args.archive_size, REFERENCES))
         questions, left_out = _pose_all(setups, options)
         if options.vllm:
             player = _make_vllm_player(options, tokenizer, args, ends)
@@ -291,6 +299,21 @@ def try_model(options: TryArguments) -> Tryout:
             texts = [completions[number].text for number in rows]
             findings |= zip(rows, _judge(setup, [questions[number] for number in rows], texts), strict=True)
     return Tryout(questions, completions, [findings[n] for n in range(len(questions))], set(ends), seconds, left_out)
+
+
+def _check_tasks(kinds: Iterable[str], given: Dataset | None) -> None:
+    """
+    Checks that there is a task of each kind.
+
+    Raises:
+        `ValueError`: If not.
+    """
+    held = set(TASK_KINDS) if given is None else set(given["kind"])
+    if missing := [kind for kind in kinds if kind not in held]:
+        raise ValueError(
+            f"There is no task of the kind {', '.join(missing)} to try. Name a table with tasks of each kind as "
+            "`tasks` (`make_task` writes tasks of the built-in kinds, and a run's `archive.parquet` has some)."
+        )
 
 
 def _make_settings(options: TryArguments) -> PopuLoRAConfig:

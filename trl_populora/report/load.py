@@ -40,8 +40,8 @@ class Run:
         name: Title of the report; by default the name of the run's directory.
         history: Metrics and seconds per logged step, oldest first. With `num_iterations` above 1 some steps have no
             metrics of a game.
-        rows: Proposals and attempts, or in a dataset run answers. Each has `file`, `row` and those keys of
-            `ROW_COLUMNS` that its file has.
+        rows: Proposals and attempts; empty in a dataset run. Each has `file`, `row` and those keys of `ROW_COLUMNS`
+            that its file has.
         lineage: Births, and in a dataset run who joined or left; oldest first.
         population: Contents of `population.json`; empty while there is none.
         evaluations: Metrics and seconds of each evaluation on `eval_dataset`, oldest first.
@@ -242,11 +242,16 @@ def load_history(run: str | Path) -> list[dict[str, Any]]:
 def load_evaluations(run: str | Path) -> list[dict[str, Any]]:
     """
     Reads metrics and seconds of each evaluation on `eval_dataset`, oldest first; empty without evaluations. Of several
-    at one step the first counts: a later one is a call of `evaluate()`, perhaps with other tasks.
+    at one step the first counts: a later one is a call of `evaluate()`. Calls with other tasks are left out.
     """
     figures, seconds = (
         _merge_by_step(
-            (entry for entry in _read_checked(Path(run, name)) if classify_log(entry) == EVALUATION), last=False
+            (
+                entry
+                for entry in _read_checked(Path(run, name))
+                if classify_log(entry) == EVALUATION and not entry.get("eval/other_tasks")
+            ),
+            last=False,
         )
         for name in (METRICS, TIMES)
     )
@@ -306,12 +311,15 @@ def load_run(run: str | Path, name: str | None = None) -> Run:
         raise ValueError(f"{root} has not logged a population step yet; try again after its first one.")
     # A run writes rollouts and births of a step before its metrics. A report made in between leaves that step out.
     last = history[-1]["step"]
-    rows, lineage, evaluations = (
+    lineage, evaluations = (
         [entry for entry in entries if entry["step"] <= last]
-        for entries in (_read_rollouts(root, ROW_COLUMNS), _read_checked(root / LINEAGE), load_evaluations(root))
+        for entries in (_read_checked(root / LINEAGE), load_evaluations(root))
     )
     population = read_population(root) if (root / POPULATION_FILE).exists() else {}
-    return Run(name or root.resolve().name, history, rows, lineage, population, evaluations, root)
+    run = Run(name or root.resolve().name, history, [], lineage, population, evaluations, root)
+    if run.game:  # no picture of a dataset run needs its rows
+        run.rows += [row for row in _read_rollouts(root, ROW_COLUMNS) if row["step"] <= last]
+    return run
 
 
 def _read_rollouts(root: Path, columns: Sequence[str], last: int = 0) -> list[dict[str, Any]]:

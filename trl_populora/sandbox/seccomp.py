@@ -83,7 +83,7 @@ CLONE3 = (435, 435)
 _MACHINE = os.uname().machine  # asked at import: the first filter refuses `uname` later
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7), "arm64": (1, 0xC00000B7)}
 
-_LOAD, _JUMP_EQ, _JUMP_GE, _JUMP_GT, _RETURN = 0x20, 0x15, 0x35, 0x25, 0x06
+_LOAD, _JUMP_EQ, _JUMP_GE, _RETURN = 0x20, 0x15, 0x35, 0x06
 _NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16  # offsets in the kernel's `struct seccomp_data`
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _PR_SET_SECCOMP, _MODE_FILTER = 22, 2

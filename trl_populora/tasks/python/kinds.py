@@ -71,13 +71,19 @@ class CodeKind(TaskKind):
 
     def instruct(self, what: str, **numbers: int) -> str:
         """Writes the short instruction, the user's own if there is one. `what` is `"propose"` or `"solve"`."""
-        text = self.instructions[f"{self.name}/{what}"]
+        text = self.instructions[f"{self._texts}/{what}"]
         return text.format(program_chars=self.max_program_chars, value_chars=self.max_value_chars, **numbers)
 
     def gives_rules(self, what: str, style: str) -> bool:
         """Says whether a prompt has all rules: only in the style `"chat"`, if no text of the user replaces them."""
-        name = f"{self.name}/{what}"
+        name = f"{self._texts}/{what}"
         return style == "chat" and self.instructions[name] == prompts.TURNS[name]
+
+    @property
+    def _texts(self) -> str:
+        """The kind whose texts prompts have. A subclass with a name of its own has those of the built-in kind."""
+        names = (getattr(each, "name", "") for each in type(self).__mro__)
+        return next(name for name in names if f"{name}/solve" in prompts.TURNS)
 
     def is_same(self, one: str, other: str) -> bool:
         """Says whether two canonical texts are the same answer, as `1`, `1.0` and `True` are."""
@@ -174,7 +180,7 @@ class ProgramWithInput(CodeKind):
         text = self.instruct("propose")
         if self.gives_rules("propose", style):
             text = prompts.PROPOSE_PROGRAM.format(
-                goal=prompts.PROPOSE_GOAL[self.name],
+                goal=prompts.PROPOSE_GOAL[self._texts],
                 program_chars=self.max_program_chars,
                 value_chars=self.max_value_chars,
             )
@@ -395,8 +401,10 @@ class CodeF(CodeKind):
         Writes as many of the task's inputs as a proposal must give, and its message. Returns `""` if such a proposal
         would be refused: if the task has no message or fewer inputs, or if these all give the same output.
         """
-        count, constant = self.inputs_per_task, self.guarded and _is_constant(task.outputs[: self.inputs_per_task])
-        if not task.message.strip() or len(task.inputs) < count or constant:
+        count = self.inputs_per_task
+        if not task.message.strip() or len(task.inputs) < count:
+            return ""
+        if self.guarded and _is_constant(task.outputs[:count]):
             return ""
         inputs = "\n".join(map(prompts.write_arguments, task.inputs[:count]))
         return prompts.fence(("inputs", inputs), ("message", task.message))
