@@ -75,6 +75,13 @@ def test_options_of_sampling_are_those_of_generate(options):
     assert not torch.equal(ours, scores)
 
 
+def test_an_option_of_the_base_counts_as_in_generate(on_a_gpu, monkeypatch):
+    model = base(BASES["Llama"])
+    greedy = complete(model, PROMPTS, ROWS, no_route, settings())
+    monkeypatch.setattr(model.generation_config, "min_p", 1.0)  # leaves the likeliest token
+    assert complete(model, PROMPTS, ROWS, no_route, settings(do_sample=True, top_k=0)) == greedy
+
+
 def test_nothing_that_is_recorded_moves(on_a_gpu, monkeypatch):
     model, places = base(BASES["Llama"]), []
     compute = decoding._TokenPass.compute

@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, BloomConfig, CTRLConfig, GPTNeoXConfig, Qwen3Config, Qwen3ForCausalLM
 
 from trl_populora.generate.checks import WINDOW, check_vllm, find_changed_layer, warn_of_truncation
-from trl_populora.generate.server import LoRAServer, VLLMServerError
+from trl_populora.generate.publish import Published
+from trl_populora.generate.server import REQUESTS_AT_A_TIME, LoRAServer, LoRAServers, VLLMServerError
 from trl_populora.hub.card import VLLM_RANKS
 from trl_populora.start import check_setup
 from trl_populora.trainer import PopuLoRATrainer
@@ -221,6 +222,38 @@ class TestWithVLLM:
             with pytest.raises(VLLMServerError, match=url):
                 LoRAServer(url, 0.1, 0.5, lambda: "Restart it.").check_serves(4, 16, [])
             assert time.monotonic() - start < 20
+            released.set()
+            stub.shutdown()
+
+    def test_after_a_server_has_failed_no_further_request_is_sent(self):
+        asked, released = [], threading.Event()
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):  # noqa: N802
+                body = json.dumps({"data": [{"id": "base"}]}).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def do_POST(self):  # noqa: N802
+                asked.append(self.path)
+                released.wait(60)
+
+            def log_message(self, *arguments):
+                pass
+
+        with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as stub:
+            stub.daemon_threads = True
+            threading.Thread(target=stub.serve_forever, daemon=True).start()
+            url = f"http://127.0.0.1:{stub.server_port}"
+            servers = LoRAServers([url], connection_timeout=5.0, request_timeout=2.0, advice=lambda: "Restart it.")
+            rows = 3 * REQUESTS_AT_A_TIME
+            servers.versions, servers.seeds = [Published("student_0", "student_0-1", 1)] * rows, range(rows)
+            with pytest.raises(VLLMServerError, match=f"{url} did not answer within 2 seconds"):
+                servers.generate([[1]] * rows, max_tokens=1)
+            time.sleep(3.0)
+            assert 0 < len(asked) <= REQUESTS_AT_A_TIME
             released.set()
             stub.shutdown()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
 import signal
@@ -122,6 +124,20 @@ def test_a_directory_that_cannot_be_written_to_its_end_leaves_nothing(tmp_path):
     with pytest.raises(OSError, match="No space"):
         shelf.put("a-1", save)
     assert os.listdir(shelf.root) == [".lock"]
+
+
+def test_a_shelf_lies_also_where_files_cannot_be_locked(tmp_path, monkeypatch, caplog):
+    def refuse(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    shelf = AdapterShelf(str(tmp_path))
+    os.utime(shelf.root, (0, 0))
+    sweep_shelves(str(tmp_path))
+    assert shelf.root.is_dir(), "nobody knows whether its owner lives"
+    assert f"{shelf.root} cannot be locked (Function not implemented)" in caplog.text
+    shelf.close()
+    assert not shelf.root.exists()
 
 
 PROGRAM = """

@@ -13,6 +13,7 @@ Shapes: M members, R rows.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import shutil
 import stat
@@ -31,6 +32,8 @@ from torch.distributed.tensor import DTensor
 
 from trl_populora.lora import members as lora_members
 
+
+logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = "/dev/shm"
 PREFIX = "populora-"  # the beginning of the name of every shelf's directory
@@ -150,7 +153,11 @@ class AdapterShelf:
         if parent != SHARED_MEMORY:
             # `mkdtemp` closes the directory to other users. A server's user is often another, and may read `parent`.
             self.root.chmod(stat.S_IMODE(os.stat(parent).st_mode) & 0o755)
-        self._lock = _lock_shelf(self.root, os.O_CREAT)
+        self._lock: int | None = None
+        try:
+            self._lock = _lock_shelf(self.root, os.O_CREAT)
+        except OSError as error:
+            logger.warning("%s cannot be locked (%s). If this run is killed, remove it.", self.root, error.strerror)
         self._retired: deque[str] = deque()
         # `_remove_shelf` gets the process id, because a forked child must not remove its parent's directory.
         self.close = weakref.finalize(self, _remove_shelf, str(self.root), self._lock, os.getpid())
@@ -218,13 +225,14 @@ def _lock_shelf(root: Path, create: int = 0) -> int:
     return descriptor
 
 
-def _remove_shelf(root: str, lock: int, owner: int) -> None:
+def _remove_shelf(root: str, lock: int | None, owner: int) -> None:
     """Removes a shelf and frees its lock, if this process owns the shelf."""
     # A forked child runs the exit handlers of its parent, too, and must not remove the parent's shelf.
     if os.getpid() != owner:
         return
     shutil.rmtree(root, ignore_errors=True)
-    os.close(lock)
+    if lock is not None:
+        os.close(lock)
 
 
 class StaleAdapterError(RuntimeError):

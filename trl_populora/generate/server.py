@@ -402,7 +402,8 @@ class LoRAServers:
                 request = pool.submit(server.answer, together, **self._choose_temperature(version, params))
                 sent[request] = together
 
-        with ThreadPoolExecutor(max_workers=at_a_time) as pool:
+        pool = ThreadPoolExecutor(max_workers=at_a_time)
+        try:
             send(merge_asks(prompts, self.versions, self.seeds))
             while sent:
                 ended: dict[int, tuple] = {}
@@ -416,6 +417,9 @@ class LoRAServers:
                     further, versions = self.follow(ids)
                     send(merge_asks(further, versions, first=len(rows)))
                     rows += [None] * len(further)
+        finally:
+            # After an error, and at Ctrl-C, requests that were not sent yet are not sent any more.
+            pool.shutdown(wait=False, cancel_futures=True)
         keys = ("prompt_ids", "completion_ids", "logprobs", "logprob_token_ids")
         columns = {key: [row[place] for row in rows] for place, key in enumerate(keys)}
         # Without log-probabilities every entry of a column is `None`. TRL expects a single `None` instead.

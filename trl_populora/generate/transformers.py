@@ -591,7 +591,8 @@ def generate_with_graph(
     width, longest = ids.shape[1], sampling.max_new_tokens
     length = -(-(width + longest) // _ALIGNED) * _ALIGNED
     token_pass = _TokenPass(base, cache, ids, mask, prompts, length)
-    processors = LogitsProcessorList([*(before or ()), *_make_processors(sampling)])
+    options = add_defaults(sampling, base.generation_config)  # as `generate` does
+    processors = LogitsProcessorList([*(before or ()), *_make_processors(options)])
     texts = torch.full((len(prompts), width + longest), sampling.pad_token_id, device=ids.device)
     texts[:, :width] = ids[prompts]
     ends = torch.tensor(sampling.eos_token_id, device=ids.device).view(-1)

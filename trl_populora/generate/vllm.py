@@ -276,7 +276,7 @@ class PopulationGeneration(VLLMGeneration):
         if changed:
             try:
                 self._publish(changed)
-            except Exception:
+            except BaseException:  # Ctrl-C, too
                 # If the caller goes on, the next call publishes and probes all members again.
                 self._detector.forget()
                 raise
@@ -334,7 +334,7 @@ class PopulationGeneration(VLLMGeneration):
         adapter = self._load(adapter, factors, config)
         try:
             self.backend.probe(adapter, next(value for key, value in factors.items() if "lora_B" in key))
-        except Exception:
+        except BaseException:
             with suppress(VLLMServerError):  # the first error tells why
                 self._withdraw(adapter)
             raise
@@ -351,7 +351,7 @@ class PopulationGeneration(VLLMGeneration):
         adapter = replace(adapter, path=self._open_shelf().put(adapter.name, save))
         try:
             self.backend.load(adapter)
-        except Exception:
+        except BaseException:
             self._open_shelf().retire(adapter.path)
             raise
         return adapter
