@@ -224,7 +224,7 @@ class Rows:
     def of(cls, args: PopuLoRAConfig, longest: bool = False) -> Rows:
         """At the start of a run, or with prompts as long as the kinds allow."""
         prompt = prompt_tokens(args.references_per_proposal, longest)
-        has_kl_term = any(args.member_values.get("beta", [args.beta]))
+        has_kl_term = args.teacher_beta or any(args.member_values.get("beta", [args.beta]))
         return cls(prompt, MEAN_COMPLETION * args.max_completion_length, 1.0 if has_kl_term else LIVE_ROWS)
 
 
@@ -324,7 +324,10 @@ def memory(args: PopuLoRAConfig, model: ModelConfig, shape: Shape, gpu: Gpu, pro
     }
     engine_memory = gpu.memory * (args.vllm_gpu_memory_utilization if colocated else 0.9)  # 0.9 is a server's default
     left = engine_memory - sum(engine.values())
-    both = sum(held.values()) + sum(update.values()) + (engine_memory if colocated else 0)
+    both = sum(update.values()) + (engine_memory if colocated else 0)
+    if colocated and args.vllm_enable_sleep_mode:  # the engine has given its memory back when the update begins
+        both = max(sum(update.values()), engine_memory)
+    both += sum(held.values())
     return Budget(held, update, {}, engine, engine_memory, int(left / shape.cache_bytes_per_token), gpu.memory, both)
 
 

@@ -199,6 +199,7 @@ def prepare(recipe: ColdStartArguments, args: PopuLoRAConfig, model: MemberConfi
     Raises:
         `ValueError`: If something cannot be used, with the way out.
     """
+    args = args.for_game()
     check_adapter_directory(args.warm_start, recipe.resume)
     if recipe.resume not in (None, "newest") and not Path(recipe.resume).is_dir():
         raise ValueError(f"`resume={recipe.resume}`: there is no such checkpoint. `--resume` alone takes the newest.")
@@ -220,8 +221,8 @@ def parse(arguments: list[str]) -> tuple[ColdStartArguments, PopuLoRAConfig, Mem
 
 
 def main(arguments: list[str]) -> None:
-    recipe, args, model = parse(arguments)
     try:
+        recipe, args, model = parse(arguments)
         trainer = prepare(recipe, args, model)
     except ValueError as error:
         raise SystemExit(f"cold_start.py: {error}") from error

@@ -399,6 +399,8 @@ def main(arguments: list[str] | None = None) -> None:
     told_flags = shlex.join(drop_secret_flags(shlex.split(given.server_args)))
     found["asked"] = {"contenders": contenders, "max_tokens": given.max_tokens, "limit": given.limit}
     found["asked"]["server_args"] = told_flags
+    if compared:
+        found["asked"]["compared"] = {name: digest_weights(adapter) for name, adapter in compared.items()}
     told, words = read_earlier(out, found, given.benchmarks), []
     for name, value in (vars(given) | {"benchmarks": [*told, *given.benchmarks], "server_args": told_flags}).items():
         if name not in ("run", "compare", "out") and value != parser.get_default(name):
@@ -421,6 +423,7 @@ def main(arguments: list[str] | None = None) -> None:
                 continue
             dataset, task = benchmark.hub if given.limit is None else (None, None)
             about = {"title": benchmark.title, "revision": None, "dataset": dataset, "task": task}
+            about["date"] = found["date"]
             if "local_path" in benchmark.arguments:
                 files = sorted(each for each in Path(benchmark.arguments["local_path"]).rglob("*") if each.is_file())
                 about["revision"] = "sha256:" + sha256(b"".join(each.read_bytes() for each in files)).hexdigest()[:16]

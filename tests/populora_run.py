@@ -129,8 +129,8 @@ def run(base: str, output_dir: str, settings: dict, resume: bool = False) -> Non
     trainer.save_model()
 
 
-def cut_run(base: str, output_dir: str, settings: dict, cut: int):
-    """A run that is stopped after `cut` steps and resumed by another trainer, which is returned."""
+def cut_run(base: str, output_dir: str, settings: dict, cut: int, then: dict | None = None):
+    """Stops a run after `cut` steps. Another trainer resumes it, with the changes in `then`, and is returned."""
     from transformers import TrainerCallback
 
     class Stop(TrainerCallback):
@@ -141,7 +141,7 @@ def cut_run(base: str, output_dir: str, settings: dict, cut: int):
     trainer.add_callback(Stop)
     trainer.train()
     assert trainer.state.global_step == cut
-    trainer = make_trainer(base, output_dir, settings)
+    trainer = make_trainer(base, output_dir, settings | (then or {}))
     trainer.train(resume_from_checkpoint=True)
     return trainer
 

@@ -53,17 +53,22 @@ def small_trainer(
     quantization_config: Any = None,
     **settings: Any,
 ):
-    """A trainer of such a run; `tasks` and `eval_dataset` are records."""
+    """A trainer of such a run; `tasks` and `eval_dataset` are records, `eval_dataset` also a dict of such tables."""
     from datasets import Dataset
 
     from trl_populora.trainer import PopuLoRATrainer
 
-    tables = [None if rows is None else Dataset.from_list(list(rows)) for rows in (tasks, eval_dataset)]
+    def make_table(rows: Any) -> Any:
+        if isinstance(rows, dict):
+            return {name: make_table(each) for name, each in rows.items()}
+        return None if rows is None else Dataset.from_list(list(rows))
+
     return PopuLoRATrainer(
         base,
         reward_funcs,
         small_args(**settings),
-        *tables,
+        make_table(tasks),
+        make_table(eval_dataset),
         quantization_config=quantization_config,
         peft_config=small_lora(),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -120,23 +122,45 @@ def test_the_gradients_of_a_member_whose_norm_is_not_finite_become_zero_and_the_
             assert torch.equal(gradient, torch.zeros_like(gradient) if name == "member_1" else expected[name][path])
 
 
-def test_a_member_whose_gradients_are_not_finite_is_named_and_after_ten_of_its_steps_in_a_row_ends_the_run(caplog):
+def test_a_member_whose_gradients_stay_broken_is_named_and_the_run_ends_when_nobody_can_learn(caplog):
     model, router, names = make_population(3)
     clipper = MemberClipper(names, 1.0)
 
-    def step(broken: bool, rows=(0, 1, 2)) -> None:
+    def step(broken: Sequence[str] = (), rows=(0, 1, 2)) -> None:
         backward(model, router, list(rows))
-        if broken:
-            break_gradients(model, "member_1", float("nan"))
+        for name in broken:
+            break_gradients(model, name, float("nan"))
         clipper.clip(model, busy=names)
 
-    for broken in [True] * (BROKEN_STEPS - 1) + [False] + [True] * (BROKEN_STEPS - 1):
+    one = ["member_1"]
+    for broken in [one] * (BROKEN_STEPS - 1) + [[]] + [one] * (BROKEN_STEPS - 1):
         step(broken)
     assert len(caplog.messages) == 2 * (BROKEN_STEPS - 1)
-    assert all("The gradient norm of member_1 is nan. Its gradients are zero" in line for line in caplog.messages)
-    step(broken=False, rows=(0, 2))  # it has no rows, which is no proof that it is well
-    with pytest.raises(RuntimeError, match="The gradient norm of member_1 was not finite in 10 steps in a row"):
-        step(broken=True)
+    assert all(line.startswith("The gradient norm of member_1 is nan. Its gradients are") for line in caplog.messages)
+    assert not any("no longer learns" in line for line in caplog.messages)
+    step(rows=(0, 2))  # it has no rows, which is no proof that it is well
+    caplog.clear()
+    for _ in range(3 * BROKEN_STEPS):  # the others go on, and are told once more
+        step(one)
+    (told,) = caplog.messages
+    assert f"in {BROKEN_STEPS} steps in a row: member_1 no longer learns" in told
+    for _ in range(BROKEN_STEPS - 1):
+        step(names)
+    model.zero_grad()
+    clipper.clip(model, busy=[])  # nobody has rows
+    with pytest.raises(RuntimeError, match="In 10 steps in a row no member could learn: .* of member_0, member_1, "):
+        step(names)
+
+
+def test_a_loss_scale_is_lowered_for_a_member_that_is_new_to_overflow_alone():
+    clipper = MemberClipper(["member_0", "member_1"], 1.0)
+    norms = {"member_0": 1.0, "member_1": float("inf")}
+    assert not clipper.is_scale_in_doubt({"member_0": 1.0, "member_1": 0.0})
+    for _ in range(BROKEN_STEPS):
+        assert clipper.is_scale_in_doubt(norms)
+        clipper._watch(norms)
+    assert not clipper.is_scale_in_doubt(norms)
+    assert clipper.is_scale_in_doubt(dict.fromkeys(norms, float("inf")))
 
 
 def test_a_rank_that_is_not_to_warn_does_not(caplog):
@@ -147,7 +171,8 @@ def test_a_rank_that_is_not_to_warn_does_not(caplog):
     assert not caplog.messages
 
 
-def test_a_grad_scaler_steps_the_others_and_lowers_its_scale():
+@pytest.mark.parametrize(("lower", "scale"), [(True, 512), (False, 1024)])
+def test_a_grad_scaler_steps_the_others_and_lowers_its_scale(lower, scale):
     """As with `fp16=True` on a GPU; accelerate makes no scaler on a CPU, torch does."""
     model, router, names = make_population(3)
     optimizer = torch.optim.AdamW(member_param_groups(model, dict.fromkeys(names, 1e-2)))
@@ -158,10 +183,10 @@ def test_a_grad_scaler_steps_the_others_and_lowers_its_scale():
     before = {name: read_member(model, name) for name in names}
     scaler.unscale_(optimizer)
     clip_member_grad_norms(model, names, 1.0)
-    step_in_spite_of_overflow(scaler, optimizer)
+    step_in_spite_of_overflow(scaler, optimizer, lower)
     scaler.step(optimizer)
     scaler.update()
-    assert scaler.get_scale() == 512
+    assert scaler.get_scale() == scale
     for name in names:
         # Weight decay moves a member without gradients by less than a thousandth.
         moved = [(value - before[name][key]).norm() / value.norm() for key, value in read_member(model, name).items()]

@@ -135,6 +135,28 @@ class TestExactResume:
         longer.train(resume_from_checkpoint=True)
         assert_equal(state_of(straight), state_of(longer))
 
+    def test_a_run_on_prompts_goes_on_with_smaller_micro_batches_as_if_it_had_begun_with_them(self, base, tmp_path):
+        settings = ON_PROMPTS | {"max_steps": 4, "evolve_every": 0}
+        smaller = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+        straight = make_trainer(base, str(tmp_path / "straight"), settings)
+        straight.train()
+        cut = cut_run(base, str(tmp_path / "cut"), settings, 2, then=smaller)
+        assert cut._step == 2 * straight._step
+        files = [sorted(root.glob("rollouts/*.parquet")) for root in (tmp_path / "straight", tmp_path / "cut")]
+        asked = [[pq.read_table(path).column("prompt").to_pylist() for path in paths] for paths in files]
+        assert len(asked[0]) == 4
+        assert asked[0] == asked[1]
+        for name in straight.population.names:
+            found = read_member(cut.model, name)
+            for key, wanted in read_member(straight.model, name).items():
+                torch.testing.assert_close(found[key], wanted, rtol=1e-3, atol=1e-5)
+
+    def test_a_run_on_prompts_keeps_the_rows_of_an_optimizer_step(self, base, tmp_path):
+        make_trainer(base, str(tmp_path), ON_PROMPTS | {"max_steps": 1}).train()
+        other = {"max_steps": 2, "per_device_train_batch_size": 2, "generation_batch_size": 4, "evolve_every": 0}
+        with pytest.raises(ValueError, match=r"times the processes was 4 \* 4 \* 1 = 16, is 2 \* 4 \* 1 = 8"):
+            make_trainer(base, str(tmp_path), ON_PROMPTS | other).train(resume_from_checkpoint=True)
+
 
 class TestRowsOfTheReplaced:
     """Two optimizer steps train on a game's rows. A child born amid them has none."""
@@ -178,11 +200,13 @@ class TestRowsOfTheReplaced:
         [
             (ON_PROMPTS, {"beta": 0.04}),
             (ON_PROMPTS, {"loss_type": "grpo"}),
+            (ON_PROMPTS, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}),
+            ({}, {"per_device_train_batch_size": 6}),
             pytest.param({}, {"teacher_beta": 0.04}, marks=pytest.mark.slow),
         ],
-        ids=["a KL term", "another loss", "a KL term of teachers"],
+        ids=["a KL term", "another loss", "smaller micro-batches", "smaller in a game", "a KL term of teachers"],
     )
-    def test_a_run_that_goes_on_with_another_loss_samples_before_it_trains(
+    def test_a_run_that_goes_on_with_another_loss_or_micro_batch_samples_before_it_trains(
         self, base, tmp_path, begun, changed, caplog
     ):
         settings = begun | self.ITERATIONS | {"evolve_every": 0, "save_steps": 1, "loss_type": "dapo"}
@@ -521,11 +545,7 @@ class TestOtherSettings:
             ({"teacher_learning_rate": 1e-3}, "`teacher_learning_rate` was None, is 0.001"),
             ({"seed": 7}, "`seed` was 42, is 7"),
             ({"task_kinds": ["code_o"]}, r"`task_kinds` was \['tests.populora_run:Letters', 'code_o'\], is"),
-            (
-                {"proposals_per_teacher": 8, "learning_rate": 1.0},
-                "`proposals_per_teacher` was 4, is 8; `learning_rate`",
-            ),
-            ({"per_device_train_batch_size": 6}, "`per_device_train_batch_size` was 12, is 6"),
+            ({"seed": 7, "learning_rate": 1.0}, "`learning_rate` was 0.01, is 1.0; `seed` was 42, is 7"),
             ({"adam_beta1": 0.5, "weight_decay": 0.1}, "`weight_decay` was 0.0, is 0.1; `adam_beta1` was 0.9, is 0.5"),
             ({"model_init_kwargs": {"revision": "v1"}}, "`base_revision` was 'main', is 'v1'"),
             ({"optim": "sgd"}, "`optim` was 'adamw_torch.*', is 'sgd'"),

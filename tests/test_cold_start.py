@@ -318,6 +318,13 @@ def test_an_interrupted_cold_start_goes_on_to_the_same_adapter(tmp_path):
             "`task_kinds` names arithmetic, and documents",
         ),
         ({"model_name_or_path": "no/such/model"}, "no/such/model"),
+        ({"per_device_train_batch_size": 999}, "One population step has .* rows"),
+        # A dataset run could have this one: no option says that it is a game.
+        (
+            {"per_device_train_batch_size": 64, "task_kinds": None, "inputs_per_function": None}
+            | {"references_per_proposal": None, "sandbox_workers": None},
+            "One population step has .* rows",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_said_in_a_line(options, message, tmp_path):

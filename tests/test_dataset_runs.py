@@ -353,6 +353,30 @@ def test_members_without_any_advantage_are_named_at_the_end(random_base, tmp_pat
     assert [each["learned"] for each in saved] == [name != "student_1" for name in trainer.population.names]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        # A random base ends no answer, so no token counts.
+        {"beta": 0.04, "mask_truncated_completions": True, "per_device_train_batch_size": 1, "num_generations": 2}
+        | {"gradient_accumulation_steps": 2},
+        {"remove_unused_columns": True},
+    ],
+    ids=["all answers are cut off, and there is a KL term", "unused columns are removed"],
+)
+def test_what_trl_trains_is_trained(random_base, tmp_path, options):
+    given = {name: value for name, value in ON_PROMPTS.items() if name != "on_prompts"}
+    args = PopuLoRAConfig(
+        str(tmp_path), **(given | {"evolve_every": 0, "max_steps": 2, "save_strategy": "no"} | options)
+    )
+
+    def pay(completion_ids, **columns):
+        return [float(sum(ids) % 7) for ids in completion_ids]
+
+    trainer = PopuLoRATrainer(random_base, pay, args, QUESTIONS, peft_config=small_lora())
+    trainer.train()
+    assert trainer.state.global_step == 2
+
+
 def test_a_newborn_without_any_advantage_is_named_after_ten_steps(random_base, tmp_path, caplog):
     def pay(completion_ids, trainer_state, **columns):
         return [1.0 if trainer_state.global_step > 1 else sum(ids) % 7 for ids in completion_ids]

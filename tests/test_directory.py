@@ -171,11 +171,15 @@ def test_a_branch_ends_with_the_best_population_of_the_run_that_it_left(base, tm
     best = {"load_best_model_at_end": True, "metric_for_best_model": "solve_rate_mean", "eval_steps": 1}
     settings = EVALUATED | best | {"save_steps": 1, "learning_rate": 0.0}  # all scores are equal: the first is best
     make_trainer(base, str(tmp_path / "run"), settings | {"max_steps": 2}).train()
-    alone = Path(shutil.copytree(tmp_path / "run" / "checkpoint-2", tmp_path / "alone" / "checkpoint-2"))
-    for root, step in ((tmp_path / "run", 1), (alone.parent, 3)):
-        branch = make_trainer(base, str(tmp_path / f"branch_{step}"), settings | {"max_steps": 3})
+    alone, moved = tmp_path / "alone", tmp_path / "moved"
+    shutil.copytree(tmp_path / "run" / "checkpoint-2", alone / "checkpoint-2")
+    for root, step in ((tmp_path / "run", 1), (moved, 1), (alone, 3)):
+        if root == moved:  # the state of the run knows the former path
+            (tmp_path / "run").rename(moved)
+        where = tmp_path / f"branch_of_{root.name}"
+        branch = make_trainer(base, str(where), settings | {"max_steps": 3})
         branch.train(resume_from_checkpoint=str(root / "checkpoint-2"))
-        assert branch.state.best_model_checkpoint == str(tmp_path / f"branch_{step}" / f"checkpoint-{step}")
+        assert branch.state.best_model_checkpoint == str(where / f"checkpoint-{step}")
         assert branch.describe()["step"] == step
         assert ("The best checkpoint so far, checkpoint-1, is gone" in caplog.text) == (step == 3)
 

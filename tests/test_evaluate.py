@@ -259,4 +259,6 @@ class TestASecondEvaluation:
         before = (tmp_path / "evaluation.json").read_bytes()
         with pytest.raises(ValueError, match=r"with other options .*null.*2.*as `--out`"):
             self.write(tmp_path, "gsm8k", asked={"limit": 2})
+        with pytest.raises(ValueError, match=r"with other options .*\"compared\": {\"other\": \"fed\"}.*as `--out`"):
+            self.write(tmp_path, "math_500", asked={"limit": None, "compared": {"other": "fed"}})
         assert (tmp_path / "evaluation.json").read_bytes() == before

@@ -70,14 +70,26 @@ class TestScores:
         assert Task("code_o", program, other.inputs, other.outputs) not in held_out, "its answer is not known from it"
         assert Task("code_i", program, (encode((4, 2)),), ("60",)) not in held_out
 
-    def test_a_best_metric_that_has_no_value_yet_does_not_end_the_run(self, base, tmp_path):
+    @pytest.mark.parametrize("table", ["", "hard_"])
+    def test_a_best_metric_that_has_no_value_yet_does_not_end_the_run(self, base, tmp_path, table):
         """Fewer than ten attempts of the base tell no gain at equal effort."""
-        best = {"metric_for_best_model": "gain_equal_effort", "save_strategy": "best", "max_steps": 2}
-        held_out = {"evaluated": HELD_OUT[1:3], "eval_strategy": "steps", "eval_steps": 1, "eval_attempts": 2}
+        best = {"metric_for_best_model": f"{table}gain_equal_effort", "save_strategy": "best", "max_steps": 2}
+        tasks = {"easy": HELD_OUT[3:5], "hard": HELD_OUT[1:3]} if table else HELD_OUT[1:3]
+        held_out = {"evaluated": tasks, "eval_strategy": "steps", "eval_steps": 1, "eval_attempts": 2}
         trainer = make_trainer(base, str(tmp_path), held_out | best)
         trainer.train()
-        assert "eval_gain_equal_effort" not in evaluations(trainer)[-1]
+        assert f"eval_{table}gain_equal_effort" not in evaluations(trainer)[-1]
         assert trainer.state.best_metric is None
+
+    def test_an_evaluation_of_other_tasks_is_none_of_the_runs_own(self, base, tmp_path):
+        """The run's own is the one at its start."""
+        held_out = {"evaluated": True, "eval_strategy": "no", "eval_on_start": True}
+        trainer = make_trainer(base, str(tmp_path), held_out | {"eval_attempts": 1, "max_steps": 1})
+        trainer.train()
+        trainer.evaluate(Dataset.from_list(HELD_OUT[1:3]))
+        assert [entry["step"] for entry in load_evaluations(tmp_path)] == [0]
+        trainer.evaluate(Dataset.from_list(HELD_OUT))
+        assert [entry["step"] for entry in load_evaluations(tmp_path)] == [0, 1]
 
     def test_best_student_is_by_held_out_rate_if_there_is_one(self):
         population = Population(1, 2)

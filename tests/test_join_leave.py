@@ -542,11 +542,14 @@ def test_changes_at_the_wrong_time_or_with_unknown_settings_are_refused(random_b
 
         return act
 
+    def both(*acts):
+        return lambda trainer: [act(trainer) for act in acts]
+
     actions = {
         "after_1": attempt("amid", "remove_member", "student_0"),
         "after_2": attempt("unknown", "add_member", "new", colour=1),
         "after_4": attempt("range", "add_member", "new", learning_rate=-1.0),
-        "after_6": attempt("like", "add_member", "new", like="nobody"),
+        "after_6": both(attempt("like", "add_member", "new", like="nobody"), attempt("base", "add_member", "base")),
     }
     trainer, _ = run(random_base, tmp_path, num_iterations=2, max_steps=7, max_members=4, **actions)
     assert "RuntimeError: `remove_member` after optimizer step 1: rows of this generation" in errors["amid"]
@@ -557,6 +560,7 @@ def test_changes_at_the_wrong_time_or_with_unknown_settings_are_refused(random_b
     )
     assert "`learning_rate` must be" in errors["range"]
     assert "nobody" in errors["like"]
+    assert errors["base"] == "ValueError: The name 'base' is taken: rows of 'base' are the base's own. Choose another."
     assert trainer.population.names == ["student_0", "student_1", "student_2"]
     assert not (tmp_path / "lineage.jsonl").exists()
     with pytest.raises(RuntimeError, match="`add_member` changes a run that trains"):

@@ -380,6 +380,10 @@ def test_a_floor_of_the_schedule_is_a_share_of_the_rate_where_rates_differ():
     game(learning_rate=0.0, teacher_learning_rate=1e-5, **COSINE, **share)
     with pytest.raises(ValueError, match="members have 0.0, 1e-05"):
         game(learning_rate=0.0, teacher_learning_rate=1e-5, **COSINE, **absolute)
+    with pytest.raises(ValueError, match="and members that join may get other rates"):
+        settle(students=2, max_members=3, **COSINE, **absolute)
+    with pytest.raises(ValueError, match="and children may get other rates"):
+        settle(students=2, evolve_every=4, hyperparameter_noise=0.2, **COSINE, **absolute)
 
 
 def test_a_bad_list_is_told_without_what_the_game_says_of_it():

@@ -220,6 +220,28 @@ def test_numbers_of_numpy_become_pythons(make_args):
     assert type(theirs.learning_rate) is float
 
 
+def test_a_config_that_makes_no_game_has_what_a_command_reads(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    rates = {"learning_rate": [1e-5, 1e-4], "use_cpu": True, "bf16": False}
+    args = PopuLoRAConfig("~/runs/sweep", model_init_kwargs='{"dtype": "bfloat16"}', **rates)
+    assert (args.output_dir, args.model_init_kwargs) == (str(tmp_path / "runs/sweep"), {"dtype": "bfloat16"})
+    assert PopuLoRAConfig(**rates).output_dir == PopuLoRAConfig(use_cpu=True, bf16=False).output_dir
+    args.output_dir = "elsewhere"
+    assert args.for_prompts().output_dir == "elsewhere"
+
+
+def test_what_is_set_after_the_config_is_made_counts_in_a_game(make_args):
+    args = make_args(teachers=2, students=2, proposals_per_teacher=4, attempts_per_task=2, eval_attempts=4)
+    assert args.for_game() is args
+    args.proposals_per_teacher, args.eval_attempts, args.per_device_train_batch_size = 8, 16, 12
+    settled = args.for_game()
+    assert (settled.generation_batch_size, settled.num_generations_eval) == (2 * 8 * (1 + 2), 16)
+    assert settled.gradient_accumulation_steps == 4
+    args.per_device_train_batch_size = 7
+    with pytest.raises(ValueError, match="which `per_device_train_batch_size=7` times 1 process"):
+        args.for_game()
+
+
 @pytest.mark.parametrize("name", NUMBERS[int])
 def test_a_count_is_a_whole_number(make_args, name):
     for value in (2.5, 2.0, "2", True, math.nan):

@@ -466,14 +466,18 @@ class TestRecords:
             assert [entry["step"] for entry in read_lines(where / "metrics.jsonl")] == wanted
         assert load_run(tmp_path / "some").finished
 
-    def test_the_step_after_which_a_callback_stops_is_logged(self, make_trainer):
+    def test_the_step_after_which_a_callback_stops_is_logged(self, make_trainer, tmp_path):
         class Stop(TrainerCallback):
             def on_step_end(self, args, state, control, **kwargs):
                 control.should_training_stop = True
 
-        trainer = make_trainer(max_steps=3, logging_steps=2, save_strategy="no", callbacks=[Stop()])
-        trainer.train()
-        assert [entry["step"] for entry in read_lines(Path(trainer.args.output_dir, "metrics.jsonl"))] == [1]
+        settings = {"max_steps": 3, "logging_steps": 2, "save_strategy": "no"}
+        given = make_trainer(output_dir=str(tmp_path / "given"), callbacks=[Stop()], **settings)
+        added = make_trainer(output_dir=str(tmp_path / "added"), **settings)
+        added.add_callback(Stop())  # the records are written by an earlier callback
+        for trainer in (given, added):
+            trainer.train()
+            assert [entry["step"] for entry in read_lines(Path(trainer.args.output_dir, "metrics.jsonl"))] == [1]
 
     def test_trackers_get_no_key_without_a_value_and_the_records_all_of_them(self, make_trainer):
         seen = []

@@ -190,6 +190,21 @@ class TestBudget:
         limits = Rows.of(args, longest=True).prompt
         assert not memory(args, model, shape, GPUS[gpu], processes, limits).fits, "a larger batch would fit, too"
 
+    def test_a_sleeping_engine_leaves_its_memory_to_the_update(self, tmp_path):
+        args, model = read_recipe(str(CONFIGS["Qwen2.5-Coder-7B/config_4t4s.yaml"]), str(tmp_path))
+        shape, gpu, prompt = SHAPES[model.model_name_or_path], GPUS["A100-80GB"], Rows.of(args).prompt
+        awake = memory(args, model, shape, gpu, 1, prompt)
+        args.vllm_enable_sleep_mode = True
+        asleep = memory(args, model, shape, gpu, 1, prompt)
+        parts = sum(awake.update.values()), awake.engine_memory
+        assert awake.on_one_gpu - asleep.on_one_gpu == pytest.approx(min(parts))
+
+    def test_a_kl_term_of_teachers_computes_all_rows(self, tmp_path):
+        args, _ = read_recipe(str(CONFIGS["Qwen2.5-Coder-7B/config_4t4s.yaml"]), str(tmp_path))
+        assert Rows.of(args).live < 1
+        args.teacher_beta = 0.01
+        assert Rows.of(args).live == 1
+
     def test_the_recipe_for_24_gb_leaves_room_at_the_limits_part_by_part(self, tmp_path):
         args, model = read_recipe(str(CONFIGS["Qwen2.5-Coder-7B/config_4t4s_24gb.yaml"]), str(tmp_path))
         assert (args.teachers, args.students, model.load_in_4bit, args.use_vllm) == (4, 4, True, False)

@@ -183,20 +183,33 @@ class TestTrainer:
         ):
             make_trainer(seed_tasks, max_completion_length=1024)
 
-    def test_a_run_resumed_with_longer_completions_leaves_out_what_no_longer_fits(
-        self, make_trainer, seed_tasks, caplog, tmp_path
+    @pytest.mark.parametrize("style", ["compact", "chat"])
+    def test_a_run_resumed_with_longer_completions_or_prompts_leaves_out_what_no_longer_fits(
+        self, make_trainer, seed_tasks, caplog, style
     ):
         caplog.set_level(logging.WARNING)
         long = make_task("code_o", LONG, [(1,)])
         tasks = [long, *(task for task in seed_tasks if task.kind == "code_o")]
-        room = self.length(long)
-        saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
-        trainer = make_trainer(tasks, max_completion_length=24, **saving)
+        answer = 1024 - tokens(CodeO().solving_prompt(long, style)) + 1
+        saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1, "shots": 0}
+        if style == "chat":
+            saving |= {"teachers": 0}  # this base has no room for what would be asked of them
+        begun = {"max_completion_length": answer if style == "chat" else 24, "prompt_style": "compact"}
+        trainer = make_trainer(tasks, **begun, **saving)
         trainer.train()
         assert LONG in {task.program for task in trainer.archive}
-        resumed = make_trainer(tasks[1:], max_completion_length=1024 - room + 1, **(saving | {"max_steps": 2}))
+        then = {"max_completion_length": answer, "prompt_style": style}
+        resumed = make_trainer(tasks[1:], **then, **(saving | {"max_steps": 2}))
         resumed._play = lambda *_: pytest.fail("the step is not what is tested")
         resumed.args.max_steps = 1
         resumed.train(resume_from_checkpoint=True)
         assert LONG not in {task.program for task in resumed.archive}
         assert any("left out" in line for line in caplog.messages)
+
+    def test_a_run_of_whose_archive_nothing_fits_any_more_does_not_resume(self, make_trainer, seed_tasks):
+        long, saving = make_task("code_o", LONG, [(1,)]), {"save_strategy": "steps", "save_steps": 1}
+        make_trainer([long], max_completion_length=24, max_steps=1, **saving).train()
+        answer = 1024 - self.length(long) + 1
+        resumed = make_trainer(seed_tasks, max_completion_length=answer, max_steps=2, **saving)
+        with pytest.raises(ValueError, match="no task of the kinds code_o to start from"):
+            resumed.train(resume_from_checkpoint=True)

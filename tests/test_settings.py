@@ -124,6 +124,6 @@ def test_teacher_baseline(random_base, make_args, seed_dataset, lora, baseline):
 
 def test_saved_settings_that_are_gone_load_and_are_told_in_one_line(make_args, tmp_path, caplog):
     saved = {"settings": {"students_per_task": 2, "teacher_scale": "running"}}
-    check_settings(make_args(), tmp_path, saved, same_processes=True)
+    check_settings(make_args(), tmp_path, saved, processes=1)
     (told,) = caplog.messages
     assert "students_per_task, teacher_scale" in told

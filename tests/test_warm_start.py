@@ -113,7 +113,7 @@ def test_members_that_evolution_has_made_are_not_pooled(finished, make_args, tmp
     with pytest.raises(ValueError, match=refused):
         warm_start(str(path), model, population, shape, ["student"])
     with pytest.raises(ValueError, match=refused):
-        check_settings(make_args(pool_every=4), path, {**saved, "settings": {}}, same_processes=False)
+        check_settings(make_args(pool_every=4), path, {**saved, "settings": {}}, processes=2)
     assert all(adds_nothing(model, name) for name in population.adapters), "nothing was loaded"
 
     for members, settings in (

@@ -247,7 +247,8 @@ class PopuLoRAConfig(GRPOConfig):
 
         evolve_every: Optimizer steps between two evolution events. `0` switches evolution off. When `None`, 10 in the
             game (second hand) and 0 in a dataset run; also 0 if pooling leaves no role that can evolve.
-        evolve_burn_in: Matches that a member must have played before it may be replaced.
+        evolve_burn_in: Matches that a member must have played before it may be replaced; in a dataset run, generations
+            that must have rated it.
         cull_fraction: Share of each role that an event may replace, but at least one member; `0` replaces nobody
             (second hand).
         crossover_rate: Probability that a child has two parents, if its role has several survivors (second hand).
@@ -420,7 +421,7 @@ class PopuLoRAConfig(GRPOConfig):
                 raise
             refused: ValueError | None = None
             try:
-                self.students = self.for_prompts().students
+                settled = self.for_prompts()
             except ValueError as wrong:
                 refused = wrong
             lists = any(
@@ -430,6 +431,9 @@ class PopuLoRAConfig(GRPOConfig):
                 raise refused from None  # the error of the game would mislead
             if refused:
                 raise
+            # A command reads these before there is a trainer.
+            for name in ("students", "output_dir", "model_init_kwargs"):
+                setattr(self, name, getattr(settled, name))
             self._no_game = error
         # An option that a user sets on the finished config counts as given in `for_prompts`, too, also if its value is
         # the one that the game has by default.
@@ -537,19 +541,25 @@ class PopuLoRAConfig(GRPOConfig):
         self._check_floor()
 
     def _check_floor(self) -> None:
-        """Refuses a schedule that ends at a rate given as such, if members' rates differ."""
+        """Refuses a schedule that ends at a rate given as such, if members' rates differ or may come to differ."""
         kind = SchedulerType(self.lr_scheduler_type).value
         name, default = _FLOORS.get(kind, ("", None))
         floor = (self.lr_scheduler_kwargs or {}).get(name, default)
         rates = [*self.member_values.get("learning_rate", [self.learning_rate])]
         if self.teacher_learning_rate is not None:
             rates.append(self.teacher_learning_rate)
+        members = f"members have {', '.join(map(str, dict.fromkeys(rates)))}"
+        differ = len({*rates}) > 1
+        if not differ and self.hyperparameter_noise and self.evolve_every:
+            members, differ = "children may get other rates (`hyperparameter_noise`)", True
+        if not differ and self.max_members and self.max_members > self.students:
+            members, differ = "members that join may get other rates (`max_members`)", True
         # transformers divides the floor by `learning_rate`, which is the first member's.
-        if len({*rates}) > 1 and floor is not None and (floor or not self.learning_rate):
+        if differ and floor is not None and (floor or not self.learning_rate):
             raise ValueError(
                 f"`{name}={floor}` with `lr_scheduler_type={kind!r}`: transformers would make it a share of "
-                f"`learning_rate`, and members have {', '.join(map(str, dict.fromkeys(rates)))}. Set "
-                "'cosine_with_min_lr' and, in `lr_scheduler_kwargs`, `min_lr_rate`: a share of each member's rate."
+                f"`learning_rate`, and {members}. Set 'cosine_with_min_lr' and, in `lr_scheduler_kwargs`, "
+                "`min_lr_rate`: a share of each member's rate."
             )
 
     def _list_game_options(self) -> list[str]:
@@ -568,7 +578,19 @@ class PopuLoRAConfig(GRPOConfig):
         """
         if self._no_game is not None:
             raise self._no_game
-        return self
+        if not self._changed:
+            return self
+        settled = self._start_again()
+        settled._settle_for_game()
+        settled._changed = frozenset()
+        return settled
+
+    def _start_again(self) -> PopuLoRAConfig:
+        """Returns a config that is not settled yet, with the options as they were given or set later."""
+        given = self._given | {name: getattr(self, name) for name in self._changed or ()}
+        begun = object.__new__(type(self))
+        begun.__dict__.update(given, _given=given, _changed=None, _no_game=None, member_values={})
+        return begun
 
     def for_prompts(self, adapters: int | None = None) -> PopuLoRAConfig:
         """
@@ -580,9 +602,7 @@ class PopuLoRAConfig(GRPOConfig):
         Raises:
             `ValueError`: If these settings do not make one.
         """
-        given = self._given | {name: getattr(self, name) for name in self._changed or ()}
-        settled = object.__new__(type(self))
-        settled.__dict__.update(given, _given=given, _changed=None, _no_game=None, member_values={})
+        settled = self._start_again()
         settled._settle_for_prompts(adapters)
         return settled
 

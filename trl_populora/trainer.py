@@ -29,7 +29,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import gather_object, set_seed
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 from trl import GRPOConfig, GRPOTrainer, is_conversational
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
@@ -582,6 +583,8 @@ class PopuLoRATrainer(HubTrainer):
                     progress=not self.args.disable_tqdm,
                     untrained=untrained,
                 )
+                if self.held_out is not None and not held_out.asks_the_same_as(self.held_out):
+                    metrics[f"{metric_key_prefix}_other_tasks"] = 1.0  # reports compare the run's own
                 self.log(metrics)
         finally:
             if was_closed:
@@ -639,7 +642,8 @@ class PopuLoRATrainer(HubTrainer):
         # A figure without a value, as of an empty seat or of a gain that no answers show, is left out of the log.
         # `Trainer` would end the run for it.
         wanted = f"eval_{(self.args.metric_for_best_model or '').removeprefix('eval_')}"
-        tables = [f"{name}_" for name in self.eval_dataset] if isinstance(self.eval_dataset, dict) else [""]
+        named: Any = self.eval_dataset if self.game is None else self.held_out and self.held_out.tables
+        tables = [f"{name}_" if name else "" for name in named] if isinstance(named, dict) else [""]
         names = ["reward_lead", "reward_lead_margin", "reward_best", "reward_worst"]
         if self.game is not None:
             names = ["gain_equal_effort"]
@@ -658,6 +662,11 @@ class PopuLoRATrainer(HubTrainer):
         return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
 
     # A dataset run: every member's rows of the dataset
+
+    def _set_signature_columns_if_needed(self):
+        super()._set_signature_columns_if_needed()
+        if MEMBER not in self._signature_columns:  # `remove_unused_columns` would remove the column
+            self._signature_columns = [*self._signature_columns, MEMBER]
 
     def get_train_dataloader(self):
         loader = super().get_train_dataloader()
@@ -1034,7 +1043,8 @@ class PopuLoRATrainer(HubTrainer):
 
         def log_probs(model, ids, mask, length, **kwargs):
             found = layout.log_probs(partial(compute, **kwargs), scored, ids, mask, length, self.scorer.sharing)
-            if any(betas):
+            # TRL has the column as long as any member began with a KL term, also when none has one any more.
+            if "ref_per_token_logps" in inputs:
                 # Rows of members without a KL term become their own reference, so that their KL term and its gradient
                 # are 0. So do all filler rows: their prompt is masked, and their KL might be infinite.
                 free = torch.tensor([beta == 0 for beta in betas], device=inputs["member"].device)
@@ -1102,7 +1112,8 @@ class PopuLoRATrainer(HubTrainer):
             self.accelerator.unscale_gradients()
         norms = self._clipper.clip(model, {self.population.adapter(name) for name in self.played.members})
         if self.accelerator.scaler is not None and not all(map(math.isfinite, norms.values())):
-            lora_members.step_in_spite_of_overflow(self.accelerator.scaler, self.optimizer.optimizer)
+            lower = self._clipper.is_scale_in_doubt(norms)
+            lora_members.step_in_spite_of_overflow(self.accelerator.scaler, self.optimizer.optimizer, lower)
         seats = self.population.seats
         self._log_values(
             {f"member/{name}/grad_norm": norms.get(name, 0.0) if seats[name] else math.nan for name in seats}
@@ -1212,6 +1223,8 @@ class PopuLoRATrainer(HubTrainer):
                 learning rate, or after a `warm_start` without `like`.
         """
         self._check_membership("add_member")
+        if name == BASE_NAME:
+            raise ValueError(f"The name {name!r} is taken: rows of {name!r} are the base's own. Choose another.")
         parents = [] if like is None else [self.population[like]]
         settings = start.read_member_settings(self.args, settings, parents[0] if parents else None, self.beta != 0)
         # A resumed run may be without the `warm_start` with which it began.
@@ -1368,7 +1381,8 @@ class PopuLoRATrainer(HubTrainer):
             for member in self.population:
                 lora_members.set_rank(self.model, self.population.adapter(member.name), member.settings)
         self.directory.go_on_from(Path(saved), self.state.global_step)
-        if self.state.best_model_checkpoint is not None:
+        # transformers has dropped the path of the best checkpoint where nothing lies there, as in a copied run.
+        if TrainerState.load_from_json(str(Path(saved, TRAINER_STATE_NAME))).best_model_checkpoint is not None:
             name = f"{checkpoint.PREFIX}{self.state.best_global_step}"
             self.state.best_model_checkpoint = self.directory.bring_best(Path(saved), name)
             if self.state.best_model_checkpoint is None:

@@ -138,7 +138,7 @@ def _read_published(found: dict[str, Any], best: str, repo: str) -> list[Figure]
                 found["questions"][name],
                 about["revision"] or "",
                 f"`python recipes/evaluate.py {repo} {found['options']}`",
-                found["date"],
+                about.get("date", found["date"]),
                 about["dataset"],
                 about["task"],
             )

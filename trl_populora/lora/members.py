@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 # weights does not say it, so that equal adapters are equal files.
 MEMBER_FILE = "member.json"
 
-# The run ends when one member has had gradients that are not finite in this many consecutive steps. Steps in which the
+# A member counts as broken when its gradients were not finite in this many consecutive steps. Steps in which the
 # member's gradients are zero are passed over.
 BROKEN_STEPS = 10
 
@@ -561,23 +561,30 @@ def withhold_gradients(model: nn.Module, names: Sequence[str]) -> None:
             parameter.grad = None
 
 
-def step_in_spite_of_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+def step_in_spite_of_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, lower: bool) -> None:
     """
     Lets a `GradScaler` step although it has met gradients that are not finite. Call this function after these
     gradients have been set to zero.
 
-    Without this call, one member's broken gradients would make the scaler skip the step of all members. The loss scale
-    is lowered nevertheless, because it may be too large for that member.
+    Without this call, one member's broken gradients would make the scaler skip the step of all members.
 
     Args:
         scaler: Has unscaled the gradients of this step.
         optimizer: The one that the scaler steps, without accelerate's wrapper.
+        lower: Whether to lower the loss scale, because it may be too large for the member.
     """
     for found in scaler._found_inf_per_device(optimizer).values():
         found.zero_()
+    if not lower:
+        return
     scale, growth_tracker = scaler._check_scale_growth_tracker("step_in_spite_of_overflow")
     scale.mul_(scaler.get_backoff_factor())
     growth_tracker.zero_()
+
+
+_CAUSES = (
+    "The learning rate may be too high, or the loss infinite: `beta` at a low `temperature`, or a reward function."
+)
 
 
 class MemberClipper:
@@ -593,6 +600,7 @@ class MemberClipper:
     def __init__(self, names: Sequence[str], max_norm: float, warns: bool = True):
         self.names, self.max_norm, self.warns = names, max_norm, warns
         self._broken_steps = dict.fromkeys(names, 0)  # consecutive steps in which a member's norm was not finite
+        self._lost_steps = 0  # consecutive steps in which some norm was not finite, and all others were 0
         # Norms that a DeepSpeed engine's last step has measured; `None` without DeepSpeed.
         self._found_inside: dict[str, float] | None = None
 
@@ -622,8 +630,8 @@ class MemberClipper:
             if broken and offloads:
                 _forget_overflow(engine, broken)
             step(*args, **kwargs)
-            if broken and engine.fp16_enabled():
-                # The scale may be too large for the broken members. It is lowered after the step, which divides by it.
+            if engine.fp16_enabled() and self.is_scale_in_doubt(self._found_inside):
+                # It is lowered after the step, which divides by it.
                 engine.optimizer.loss_scaler.update_scale(True)
 
         engine.step = clip_and_step
@@ -642,8 +650,8 @@ class MemberClipper:
             Norm of each member before clipping.
 
         Raises:
-            `RuntimeError`: If a member's norm was NaN or infinite in `BROKEN_STEPS` consecutive steps. Steps with a
-                norm of 0 are passed over.
+            `RuntimeError`: If no member could train in `BROKEN_STEPS` consecutive steps, because every norm was NaN,
+                infinite or 0. Steps in which all norms are 0 are passed over.
         """
         norms = self._found_inside
         if norms is None:
@@ -652,29 +660,43 @@ class MemberClipper:
         withhold_gradients(model, [name for name in self.names if name not in busy])
         return norms
 
+    def is_scale_in_doubt(self, norms: Mapping[str, float]) -> bool:
+        """
+        Says whether the loss scale of fp16 may be too large, because a member's norm is not finite. A member that
+        stays broken while the scale falls is broken by something else, and the others need their scale.
+        """
+        return any(not math.isfinite(norm) and self._broken_steps[name] < BROKEN_STEPS for name, norm in norms.items())
+
     def _watch(self, norms: Mapping[str, float]) -> None:
-        """Warns of members whose gradients are not finite, and raises after `BROKEN_STEPS` consecutive such steps."""
+        """Warns of members whose gradients are not finite. Raises if for `BROKEN_STEPS` steps no member trains."""
         for name, norm in norms.items():
             if math.isfinite(norm):
                 # A norm of 0 says nothing, so the count stays: the member has no rows, or its rows have no advantage.
                 self._broken_steps[name] *= norm == 0
                 continue
             self._broken_steps[name] += 1
-            if self._broken_steps[name] == BROKEN_STEPS:
-                raise RuntimeError(
-                    f"The gradient norm of {name} was not finite in {BROKEN_STEPS} steps in a row; it is {norm}. Look "
-                    f"into the rows of {name} in `rollouts/`. Start a new run with `warm_start` from a checkpoint "
-                    "before these steps. Lower the `learning_rate`, or remove the cause of an infinite loss: `beta` "
-                    "at a low `temperature`, or a reward function."
-                )
-            if self.warns:
+            if self.warns and self._broken_steps[name] <= BROKEN_STEPS:
                 logger.warning(
                     "The gradient norm of %s is %s. Its gradients are zero in this step; the other members are not "
-                    "affected. After %d such steps in a row the run stops.",
+                    "affected.%s",
                     name,
                     norm,
-                    BROKEN_STEPS,
+                    f" So it was in {BROKEN_STEPS} steps in a row: {name} no longer learns, and further such steps "
+                    f"are not told. {_CAUSES}"
+                    if self._broken_steps[name] == BROKEN_STEPS
+                    else "",
                 )
+        broken = [name for name, norm in norms.items() if not math.isfinite(norm)]
+        if any(norm != 0 and math.isfinite(norm) for norm in norms.values()):
+            self._lost_steps = 0
+        elif broken:
+            self._lost_steps += 1
+        if self._lost_steps == BROKEN_STEPS:
+            raise RuntimeError(
+                f"In {BROKEN_STEPS} steps in a row no member could learn: the gradient norm of {', '.join(broken)} "
+                f"was not finite, and no other member had gradients. Look into the rows of {broken[0]} in "
+                f"`rollouts/`, and start a new run with `warm_start` from a checkpoint before these steps. {_CAUSES}"
+            )
 
 
 def _offloads_gradients(optimizer) -> bool:

@@ -522,6 +522,11 @@ class StopAtSignals(TrainerCallback):
             if args.save_strategy == "best":
                 control.should_evaluate = False
 
+    def on_epoch_end(self, args, state, control, **kwargs):
+        # The checkpoint has the metrics that are not logged yet, and a resumed run logs them.
+        if self.received is not None and args.save_strategy != "no":
+            control.should_log = False
+
     def on_save(self, args, state, control, **kwargs):
         # At the end of training transformers keeps only the best checkpoint if `save_total_limit` is 1. A stopped run
         # must also keep the one to resume from. Older ones have been deleted when this method is called.

@@ -57,6 +57,7 @@ from trl_populora.run.read import POPULATION_FILE, read_population
 from trl_populora.run.saved_population import Shape, check_same_prompts, check_same_shape, check_settings
 from trl_populora.step.play import Game
 from trl_populora.tasks.archive import TaskArchive, load_archive, save_archive
+from trl_populora.tasks.dataset import check_archive
 
 
 logger = logging.getLogger(__name__)
@@ -67,6 +68,24 @@ MANIFEST = "whole.json"
 NEWEST = "newest"
 # Settings that decide what the loss reads of a row, and how much the row weighs in it.
 _DECIDE_LOSS = ("beta", "teacher_beta", "loss_type", "use_vllm", "vllm_importance_sampling_correction")
+# Settings that decide how many tokens a task's prompt has, and how many the context leaves for it.
+_DECIDE_ROOM = (
+    "max_completion_length",
+    "vllm_max_model_length",
+    "use_vllm",
+    "prompt_style",
+    "prompt_texts",
+    "shots",
+    "chat_template_kwargs",
+)
+# Settings that decide which rows a step has, and how they are cut into micro-batches.
+_DECIDE_ROWS = (
+    "proposals_per_teacher",
+    "attempts_per_task",
+    "num_iterations",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",  # follows from `replay`, too
+)
 
 
 def choose_checkpoint(wanted: str | bool | None, output_dir: str) -> str | None:
@@ -428,7 +447,7 @@ def check_fit(
     names = [member["name"] for member in membership["members"]] if membership else population.names
     saved = check_same_shape(root, shape, names)
     check_same_prompts(root, saved, prompts)
-    check_settings(args, root, saved, read_json(root / MANIFEST)["processes"] == args.world_size)
+    check_settings(args, root, saved, read_json(root / MANIFEST)["processes"])
 
 
 def load_members(directory: str, model: torch.nn.Module, population: Population) -> None:
@@ -489,9 +508,9 @@ def load_game(
     Reads the state of the game, and the archive. Call it on every rank. A dataset run has no `game`.
 
     Returns:
-        [`RankState`]: State of this rank. If another number of processes saved the checkpoint, or a step of the game
-            has another number of rows now, the state has no buffered rows and nothing to log. If the loss is another
-            now, it has no buffered rows.
+        [`RankState`]: State of this rank. If another number of processes saved the checkpoint, the state has no
+            buffered rows and nothing to log. If a step has other rows or micro-batches now, or another loss, the state
+            has no buffered rows.
 
     Raises:
         `ValueError`: If `population.json`, `game.json`, this rank's state or the archive is missing or broken, or if
@@ -500,14 +519,11 @@ def load_game(
     root = Path(directory)
     saved = read_population(root)
     processes = read_json(root / MANIFEST)["processes"]
-    # A changed `replay` changes the rows of a game, and so the micro-batches of a step.
-    parts = saved.get("settings", {}).get("gradient_accumulation_steps", args.gradient_accumulation_steps)
-    same_rows = game is None or parts == args.gradient_accumulation_steps
     load_stateful(root, stateful, None if game is None else game.archive)
+    given, ours = saved.get("settings", {}), vars(args) | args.member_values
     if game is not None:
-        longer = (saved.get("settings", {}).get("max_completion_length") or 0) < (args.max_completion_length or 0)
-        _check_archive(root, game, longer)
-    if processes == args.world_size and same_rows:
+        _check_archive(root, game, any(name in given and given[name] != ours[name] for name in _DECIDE_ROOM))
+    if processes == args.world_size:
         path = root / f"rank_state_{args.process_index}.pt"
         # With several ranks on one CPU the device is `cpu:0`, a name that `torch.load` does not know.
         place = "cpu" if device.type == "cpu" else device
@@ -525,34 +541,35 @@ def load_game(
                 f"{path} is of another version of this package ({error}). Resume with that version, or start a new "
                 "run with `warm_start`."
             ) from error
-        given, ours = saved.get("settings", {}), vars(args) | args.member_values
-        changed = [name for name in _DECIDE_LOSS if name in given and given[name] != ours[name]]
+        changed = [name for name in (*_DECIDE_LOSS, *_DECIDE_ROWS) if name in given and given[name] != ours[name]]
         if changed and state.buffered is not None:
             told = ", ".join(f"`{name}`" for name in changed)
             logger.warning("%s has rows that were to be trained on with another %s. They are dropped.", root, told)
             state.buffered = state.played = None
-        return state
-    if processes != args.world_size:
-        logger.warning(
-            "%s was saved by %d processes and is resumed by %d. Every rank samples anew, so this run differs from one "
-            "that was never interrupted. Rows that were to be trained on again are dropped.",
-            root,
-            processes,
-            args.world_size,
+        # A game is played whenever this count reaches a multiple of `num_iterations` steps. Evolution happens only at
+        # such a multiple, because a game must follow it. A count from 0 could put games elsewhere.
+        state.step = (
+            state.step
+            * args.gradient_accumulation_steps
+            // given.get("gradient_accumulation_steps", args.gradient_accumulation_steps)
         )
-    # The count of micro-batches goes on from the saved step. A game is played whenever the count reaches a multiple of
-    # `num_iterations` steps. Evolution happens only at such a multiple, because a game must follow it. A count from 0
-    # could put games elsewhere.
-    done = saved["step"]
-    return RankState(
-        done * args.gradient_accumulation_steps, buffered=None, played=None, metrics={}, loss=0.0, logged=done
+        return state
+    logger.warning(
+        "%s was saved by %d processes and is resumed by %d. Every rank samples anew, so this run differs from one "
+        "that was never interrupted. Rows that were to be trained on again are dropped.",
+        root,
+        processes,
+        args.world_size,
     )
+    done = saved["step"]
+    counted = done * args.gradient_accumulation_steps
+    return RankState(counted, buffered=None, played=None, metrics={}, loss=0.0, logged=done)
 
 
-def _check_archive(root: Path, game: Game, longer: bool) -> None:
+def _check_archive(root: Path, game: Game, other_room: bool) -> None:
     """
-    Checks that no task of a checkpoint's archive is held out. If `longer`, completions may be longer than in the saved
-    run; then archived tasks whose prompts no longer fit are left out.
+    Checks that no task of a checkpoint's archive is held out. If `other_room`, a prompt has more or fewer tokens than
+    in the saved run, or more or less room for them; then archived tasks that no longer fit are left out.
     """
     # The trainer has checked the given tasks, but the checkpoint's tasks have taken their place.
     if shared := [task for task in game.archive if task in game.referee.held_out]:
@@ -561,9 +578,9 @@ def _check_archive(root: Path, game: Game, longer: bool) -> None:
             "high score would prove nothing. Resume with the saved run's `eval_dataset`, or take these tasks out of "
             f"it. The first is {shared[0].program!r:.200}."
         )
-    # A longer completion leaves fewer tokens of the context for the prompt, so some archived tasks may no longer fit.
-    if longer:
+    if other_room:
         game.referee.leave_out_long(game.archive)
+        check_archive(game.archive, game.referee.kinds, bool(game.population.teachers))
 
 
 def load_stateful(root: Path, stateful: Mapping[str, Any], archive: TaskArchive | None) -> None:

@@ -164,6 +164,10 @@ class Records(TrainerCallback):
         if control.should_training_stop and args.logging_strategy != "no":
             control.should_log = True
 
+    # After its last step `Trainer` ends the epoch. By then all callbacks have been asked, also those that stop the
+    # training after an evaluation. A step that was logged is not logged again.
+    on_epoch_end = on_step_end
+
     def on_log(self, args, state, control, logs=None, **kwargs):
         # This trainer evaluates before any training. Files of a run in this directory are those of an earlier run.
         if not self.begun and holds_a_run(args.output_dir):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -101,8 +102,8 @@ _DECIDED_BY_PLACE = (
     "shuffle_dataset",
     "member_prompts",
 )
-# The checkpoint may hold micro-batches that are still to train on. These settings decide how many there are.
-_DECIDED_BY_BUFFER = ("proposals_per_teacher", "attempts_per_task", "num_iterations", "per_device_train_batch_size")
+# With the number of processes these decide how many rows of prompts an optimizer step has.
+_ROWS_OF_A_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
 
 @dataclass(frozen=True)
@@ -232,7 +233,7 @@ def _collect_settings(args: GRPOConfig) -> dict[str, Any]:
     added = [field.name for field in fields(args) if field.name not in inherited]
     shared = ["max_steps", "learning_rate", "lr_scheduler_type", "beta", "loss_type", "seed", "max_completion_length"]
     shared += ["num_iterations", "per_device_train_batch_size", *SAMPLING, *UPDATE]
-    shared += ["generation_batch_size", "gradient_accumulation_steps", "shuffle_dataset"]
+    shared += ["vllm_max_model_length", "generation_batch_size", "gradient_accumulation_steps", "shuffle_dataset"]
     # A Hub id without a revision means "main". For a directory the revision means nothing.
     revision = (args.model_init_kwargs or {}).get("revision") or "main"
     one = {name: getattr(args, name) for name in (*added, *shared)}
@@ -360,7 +361,7 @@ def check_same_prompts(root: Path, saved: Mapping[str, Any], ours: Mapping[str, 
     )
 
 
-def check_settings(args: GRPOConfig, root: Path, saved: Mapping[str, Any], same_processes: bool) -> None:
+def check_settings(args: GRPOConfig, root: Path, saved: Mapping[str, Any], processes: int) -> None:
     """
     Warns of settings that a resumed run changes, and refuses changes of settings that the checkpoint decides.
 
@@ -368,7 +369,7 @@ def check_settings(args: GRPOConfig, root: Path, saved: Mapping[str, Any], same_
         args: Settings of the run that resumes.
         root: The checkpoint, for messages.
         saved: Contents of its `population.json`. Settings that this file lacks are not compared.
-        same_processes: Whether the number of processes is the same as when the checkpoint was saved.
+        processes: How many processes saved the checkpoint.
 
     Raises:
         `ValueError`: If a setting differs that the checkpoint decides. The message names all of them with both values.
@@ -383,10 +384,19 @@ def check_settings(args: GRPOConfig, root: Path, saved: Mapping[str, Any], same_
     changed += sorted(name for name in own_ranks if (name in ours) != (name in theirs))
     # A resume cannot change a setting with one value per member: children have inherited values since the start.
     listed = {name for name in changed if isinstance(ours.get(name), list) or isinstance(theirs.get(name), list)}
-    fixed = {*_DECIDED_BY_CHECKPOINT, *(_DECIDED_BY_BUFFER if same_processes else ())} | (listed & set(BY_MEMBER))
+    fixed = {*_DECIDED_BY_CHECKPOINT} | (listed & set(BY_MEMBER))
     if saved.get("train_prompts"):
-        fixed |= {*_DECIDED_BY_PLACE, *(("gradient_accumulation_steps",) if same_processes else ())}
+        fixed |= {*_DECIDED_BY_PLACE}
     refused = [f"`{name}` was {theirs.get(name)!r}, is {ours.get(name)!r}" for name in changed if name in fixed]
+    if saved.get("train_prompts") and all(name in theirs for name in _ROWS_OF_A_STEP):
+        was, now = (
+            (*(settings[name] for name in _ROWS_OF_A_STEP), count)
+            for settings, count in ((theirs, processes), (ours, args.world_size))
+        )
+        if math.prod(was) != math.prod(now):
+            told = " times ".join(f"`{name}`" for name in _ROWS_OF_A_STEP)
+            rows = (f"{' * '.join(map(str, each))} = {math.prod(each)}" for each in (was, now))
+            refused.append(f"{told} times the processes was {next(rows)}, is {next(rows)}")
     if refused:
         raise ValueError(
             f"{root / POPULATION_FILE}: a resumed run cannot change these settings: {'; '.join(refused)}. Resume "

@@ -109,23 +109,17 @@ class Scorer:
         num_tokens_R = gather(torch.tensor(answered, device=played.rewards.device))
         played.worth = self._weigh(played, num_tokens_R)
         mine = played.local_worth = played.worth.part(slice(self.rank * rows, (self.rank + 1) * rows))
+        # The plan leaves out rows of length 0. The factors have been computed before, with all rows. A row of which no
+        # token counts has no KL term, either.
+        live = [tokens > 0 for tokens in answered]
         if self.skips_blank_rows:
-            # The plan leaves out rows of length 0. The factors have been computed before, with all rows.
-            live = [bool(a) and tokens > 0 for a, tokens in zip(mine.advantages.tolist(), answered, strict=True)]
-            asked, answered = ([n * alive for n, alive in zip(ns, live, strict=True)] for ns in (asked, answered))
+            live = [counts and bool(a) for counts, a in zip(live, mine.advantages.tolist(), strict=True)]
+        asked, answered = ([n * alive for n, alive in zip(ns, live, strict=True)] for ns in (asked, answered))
         columns = mine.members.tolist(), played.prompts, asked, answered
         played.plan = []
         for step_rows in self._deal_steps(rows):
             parts = [[column[row] for row in step_rows] for column in columns]
-            packs = plan_micro_batches(
-                parts[0],
-                parts[1],
-                parts[2],
-                parts[3],
-                settings.teachers,
-                settings.per_device_train_batch_size,
-                self.sharing,
-            )
+            packs = plan_micro_batches(*parts, settings.teachers, settings.per_device_train_batch_size, self.sharing)
             # TRL expects as many micro-batches as if every seat had a member. Empty ones make up the number.
             packs += [[] for _ in range(self.micro_batches_of_all - len(packs))]
             played.plan += [[[step_rows[row] for row in pack] for pack in batch] for batch in packs]
