@@ -349,7 +349,10 @@ def read_earlier(out: Path, found: dict[str, Any], again: list[str]) -> dict[str
     earlier = json.loads((out / "evaluation.json").read_text())
     if any(earlier[name] != found[name] for name in ("step", "base_model", "weights")):
         return {}
-    if (before := earlier.get("asked")) != found["asked"]:
+    before, asked = earlier.get("asked"), dict(found["asked"])
+    if before and "compared" not in before:  # 0.2.0 did not write what the compared adapters were
+        asked.pop("compared", None)
+    if before != asked:
         raise ValueError(
             f"{out} holds an evaluation of these weights with other options ({json.dumps(before)}; now "
             f"{json.dumps(found['asked'])}). Give another directory as `--out`, or remove {out / 'evaluation.json'}."

@@ -126,11 +126,11 @@ def test_a_member_whose_gradients_stay_broken_is_named_and_the_run_ends_when_nob
     model, router, names = make_population(3)
     clipper = MemberClipper(names, 1.0)
 
-    def step(broken: Sequence[str] = (), rows=(0, 1, 2)) -> None:
+    def step(broken: Sequence[str] = (), rows=(0, 1, 2), still: Sequence[str] = ()) -> None:
         backward(model, router, list(rows))
         for name in broken:
             break_gradients(model, name, float("nan"))
-        clipper.clip(model, busy=names)
+        clipper.clip(model, busy=names, still=still)
 
     one = ["member_1"]
     for broken in [one] * (BROKEN_STEPS - 1) + [[]] + [one] * (BROKEN_STEPS - 1):
@@ -150,6 +150,12 @@ def test_a_member_whose_gradients_stay_broken_is_named_and_the_run_ends_when_nob
     clipper.clip(model, busy=[])  # nobody has rows
     with pytest.raises(RuntimeError, match="In 10 steps in a row no member could learn: .* of member_0, member_1, "):
         step(names)
+    step()
+    others = ["member_0", "member_2"]
+    for _ in range(BROKEN_STEPS - 1):
+        step(one, still=others)
+    with pytest.raises(RuntimeError, match="no member could learn: the gradient norm of member_1 was not finite"):
+        step(one, still=others)
 
 
 def test_a_loss_scale_is_lowered_for_a_member_that_is_new_to_overflow_alone():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
-from trl_populora.start import make_kinds
+from trl_populora.start import make_kinds, make_parts
 from trl_populora.tasks.dataset import build_archive, read_held_out, read_tasks
 from trl_populora.trainer import PopuLoRATrainer
 
@@ -111,11 +111,11 @@ def test_seed_tasks_are_run_before_students_are_graded_by_them(
 
 
 def test_given_tasks_that_are_left_out_are_counted(make_args, seed_tasks, caplog):
-    kinds = make_kinds(make_args(task_kinds=["code_o"]))
     tasks = [task for task in seed_tasks if task.kind == "code_o"]
     for given, size, lost in ((tasks, 100, 0), ([*tasks, tasks[0]], 100, 1), (tasks, len(tasks) - 2, 2)):
         caplog.clear()
-        build_archive(Dataset.from_list([task.to_record() for task in given]), kinds, "compact", size, None)
+        args = make_args(task_kinds=["code_o"], archive_size=size)
+        make_parts(args, Dataset.from_list([task.to_record() for task in given]), None)
         told = [line for line in caplog.messages if "left out" in line]
         assert [line.split(" given")[0] for line in told] == [f"{lost} of the {len(given)}"] * bool(lost)
 

@@ -237,6 +237,9 @@ def test_what_is_set_after_the_config_is_made_counts_in_a_game(make_args):
     settled = args.for_game()
     assert (settled.generation_batch_size, settled.num_generations_eval) == (2 * 8 * (1 + 2), 16)
     assert settled.gradient_accumulation_steps == 4
+    no_game = PopuLoRAConfig("unused", per_device_train_batch_size=64, use_cpu=True, bf16=False)
+    no_game.per_device_train_batch_size = 48
+    assert no_game.for_game().per_device_train_batch_size == 48
     args.per_device_train_batch_size = 7
     with pytest.raises(ValueError, match="which `per_device_train_batch_size=7` times 1 process"):
         args.for_game()

@@ -122,6 +122,14 @@ def test_teacher_baseline(random_base, make_args, seed_dataset, lora, baseline):
     assert any(expected)
 
 
+def test_a_run_of_given_tasks_goes_on_with_the_next_one(make_args, tmp_path):
+    saved = {"settings": {"teachers": 0, "proposals_per_teacher": 4, "attempts_per_task": 2}}
+    with pytest.raises(ValueError, match="change these settings: `proposals_per_teacher` was 4, is 8. Resume"):
+        check_settings(make_args(teachers=0, proposals_per_teacher=8), tmp_path, saved, processes=1)
+    saved["settings"]["teachers"] = 2
+    check_settings(make_args(proposals_per_teacher=8), tmp_path, saved, processes=1)
+
+
 def test_saved_settings_that_are_gone_load_and_are_told_in_one_line(make_args, tmp_path, caplog):
     saved = {"settings": {"students_per_task": 2, "teacher_scale": "running"}}
     check_settings(make_args(), tmp_path, saved, processes=1)

@@ -576,9 +576,9 @@ class PopuLoRAConfig(GRPOConfig):
         Raises:
             `ValueError`: If these settings do not make one.
         """
-        if self._no_game is not None:
-            raise self._no_game
         if not self._changed:
+            if self._no_game is not None:
+                raise self._no_game
             return self
         settled = self._start_again()
         settled._settle_for_game()

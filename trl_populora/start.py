@@ -869,6 +869,14 @@ def make_parts(args: PopuLoRAConfig, train_dataset: Any, eval_dataset: Any) -> G
     rules = make_rules(args, kinds)
     references = args.references_per_proposal if args.teachers else None
     archive = build_archive(train_dataset, kinds, args.prompt_style, args.archive_size, references)
+    if train_dataset is not None and (lost := len(train_dataset) - len(archive)):
+        logger.warning(
+            "%d of the %d given tasks are left out: they are the same as others, or one kind has more than "
+            "`archive_size=%d`.",
+            lost,
+            len(train_dataset),
+            args.archive_size,
+        )
     return GameParts(kinds, rules, archive, references, load_held_out(eval_dataset, kinds, archive, args))
 
 

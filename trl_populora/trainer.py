@@ -171,6 +171,7 @@ class PopuLoRATrainer(HubTrainer):
     args: PopuLoRAConfig
     optimizer: Any
     _buffered_inputs: Any
+    _signature_columns: Any
     log_completions: bool
     eos_token_ids: list[int]
 
@@ -319,7 +320,7 @@ class PopuLoRATrainer(HubTrainer):
             "ends": [*self.eos_token_ids, self.processing_class.pad_token_id],
             "rank": self.accelerator.process_index,
             "sharing": start.make_sharing(base, args),
-            "skips_blank_rows": self.beta == 0,  # a KL term reaches every row; entropy terms are refused
+            "skips_blank_rows": self.beta == 0,  # a KL term reaches every token that counts; entropy terms are refused
         }
         if not plays:
             optimizer_steps = max(1, args.steps_per_generation // args.gradient_accumulation_steps)
@@ -1110,7 +1111,10 @@ class PopuLoRATrainer(HubTrainer):
     def _clip_grad_norm(self, model):
         if not self.is_deepspeed_enabled:
             self.accelerator.unscale_gradients()
-        norms = self._clipper.clip(model, {self.population.adapter(name) for name in self.played.members})
+        # A rate may be a tensor, as in torchao's optimizers.
+        rates = {each["member"]: float(each["lr"]) for each in self.optimizer.param_groups if "member" in each}
+        busy = {self.population.adapter(name) for name in self.played.members}
+        norms = self._clipper.clip(model, busy, still=[name for name, rate in rates.items() if not rate])
         if self.accelerator.scaler is not None and not all(map(math.isfinite, norms.values())):
             lower = self._clipper.is_scale_in_doubt(norms)
             lora_members.step_in_spite_of_overflow(self.accelerator.scaler, self.optimizer.optimizer, lower)
@@ -1121,8 +1125,6 @@ class PopuLoRATrainer(HubTrainer):
             else {f"member/{name}/grad_norm": norms.get(name, 0.0) for name in self.population.adapters}
         )
         if self.game is None:
-            # A rate may be a tensor, as in torchao's optimizers.
-            rates = {each["member"]: float(each["lr"]) for each in self.optimizer.param_groups if "member" in each}
             self._log_values(
                 {f"member/{name}/learning_rate": rate if seats[name] else math.nan for name, rate in rates.items()}
             )

@@ -41,6 +41,7 @@ from trl_populora.start import SHOTS, choose_style
 from trl_populora.step.player import Completion, Messages, Player
 from trl_populora.step.referee import Referee, Written
 from trl_populora.tasks import STYLES, TASK_KINDS, Proposal, Refusal, Reject, Task, TaskArchive
+from trl_populora.tasks.archive import read_task
 from trl_populora.tasks.dataset import build_archive, read_tasks
 from trl_populora.tasks.python.prompts import check_style
 
@@ -308,7 +309,8 @@ def _check_tasks(kinds: Iterable[str], given: Dataset | None) -> None:
     Raises:
         `ValueError`: If not.
     """
-    held = set(TASK_KINDS) if given is None else set(given["kind"])
+    rows = enumerate(given or ())
+    held = set(TASK_KINDS) if given is None else {read_task(row, f"row {number}").kind for number, row in rows}
     if missing := [kind for kind in kinds if kind not in held]:
         raise ValueError(
             f"There is no task of the kind {', '.join(missing)} to try. Name a table with tasks of each kind as "

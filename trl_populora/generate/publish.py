@@ -158,6 +158,7 @@ class AdapterShelf:
             self._lock = _lock_shelf(self.root, os.O_CREAT)
         except OSError as error:
             logger.warning("%s cannot be locked (%s). If this run is killed, remove it.", self.root, error.strerror)
+            (self.root / ".lock").unlink(missing_ok=True)  # a free lock would say that the owner is gone
         self._retired: deque[str] = deque()
         # `_remove_shelf` gets the process id, because a forked child must not remove its parent's directory.
         self.close = weakref.finalize(self, _remove_shelf, str(self.root), self._lock, os.getpid())

@@ -14,9 +14,9 @@ import itertools
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlparse
@@ -133,6 +133,12 @@ class LoRAServer(VLLMClient):
             ) from error
         except Exception as error:  # TRL raises a plain `Exception` for every status but 200
             raise VLLMServerError(self._tell(url, f"refused: {error}")) from error
+
+    def forget_requests(self) -> None:
+        """Lets requests that are under way note no failure any more."""
+        failed, self.failed = self.failed.is_set(), threading.Event()
+        if failed:
+            self.failed.set()
 
     def _note_failure(self, url: str, what: str) -> str:
         """Remembers that the server has failed, and writes the message about it."""
@@ -402,8 +408,7 @@ class LoRAServers:
                 request = pool.submit(server.answer, together, **self._choose_temperature(version, params))
                 sent[request] = together
 
-        pool = ThreadPoolExecutor(max_workers=at_a_time)
-        try:
+        with self._open_pool(at_a_time) as pool:
             send(merge_asks(prompts, self.versions, self.seeds))
             while sent:
                 ended: dict[int, tuple] = {}
@@ -417,13 +422,24 @@ class LoRAServers:
                     further, versions = self.follow(ids)
                     send(merge_asks(further, versions, first=len(rows)))
                     rows += [None] * len(further)
-        finally:
-            # After an error, and at Ctrl-C, requests that were not sent yet are not sent any more.
-            pool.shutdown(wait=False, cancel_futures=True)
         keys = ("prompt_ids", "completion_ids", "logprobs", "logprob_token_ids")
         columns = {key: [row[place] for row in rows] for place, key in enumerate(keys)}
         # Without log-probabilities every entry of a column is `None`. TRL expects a single `None` instead.
         return {key: None if column[:1] == [None] else column for key, column in columns.items()}
+
+    @contextmanager
+    def _open_pool(self, threads: int) -> Iterator[ThreadPoolExecutor]:
+        """A pool of threads that send requests. After an error, and at Ctrl-C, it sends no further request."""
+        pool = ThreadPoolExecutor(max_workers=threads)
+        try:
+            yield pool
+        except BaseException:
+            # Requests under way may end later, when their server has loaded new adapters. What they find is not noted.
+            for server in self.servers:
+                server.forget_requests()
+            raise
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _choose_temperature(self, version: Published, params: dict[str, Any]) -> dict[str, Any]:
         """Puts a member's own temperature, if it has one, in the place of all others among a request's parameters."""

@@ -600,7 +600,7 @@ class MemberClipper:
     def __init__(self, names: Sequence[str], max_norm: float, warns: bool = True):
         self.names, self.max_norm, self.warns = names, max_norm, warns
         self._broken_steps = dict.fromkeys(names, 0)  # consecutive steps in which a member's norm was not finite
-        self._lost_steps = 0  # consecutive steps in which some norm was not finite, and all others were 0
+        self._lost_steps = 0  # consecutive steps in which some norm was not finite, and nobody learned
         # Norms that a DeepSpeed engine's last step has measured; `None` without DeepSpeed.
         self._found_inside: dict[str, float] | None = None
 
@@ -636,7 +636,7 @@ class MemberClipper:
 
         engine.step = clip_and_step
 
-    def clip(self, model: nn.Module, busy: Container[str]) -> dict[str, float]:
+    def clip(self, model: nn.Module, busy: Container[str], still: Container[str] = ()) -> dict[str, float]:
         """
         Clips every member, and removes the gradients of idle members (see [`withhold_gradients`]).
 
@@ -645,18 +645,20 @@ class MemberClipper:
         Args:
             model: The model after the backward, wrapped or not.
             busy: Members that have rows in this step. All others are idle.
+            still: Members whose learning rate is 0. They have gradients, and do not learn.
 
         Returns:
             Norm of each member before clipping.
 
         Raises:
-            `RuntimeError`: If no member could train in `BROKEN_STEPS` consecutive steps, because every norm was NaN,
-                infinite or 0. Steps in which all norms are 0 are passed over.
+            `RuntimeError`: If no member could learn in `BROKEN_STEPS` consecutive steps, because every norm was NaN,
+                infinite or 0, or that of a member in `still`. Steps in which no norm is NaN or infinite, and nobody
+                learns, are passed over.
         """
         norms = self._found_inside
         if norms is None:
             norms = clip_member_grad_norms(model, self.names, self.max_norm)
-        self._watch(norms)
+        self._watch(norms, still)
         withhold_gradients(model, [name for name in self.names if name not in busy])
         return norms
 
@@ -667,7 +669,7 @@ class MemberClipper:
         """
         return any(not math.isfinite(norm) and self._broken_steps[name] < BROKEN_STEPS for name, norm in norms.items())
 
-    def _watch(self, norms: Mapping[str, float]) -> None:
+    def _watch(self, norms: Mapping[str, float], still: Container[str] = ()) -> None:
         """Warns of members whose gradients are not finite. Raises if for `BROKEN_STEPS` steps no member trains."""
         for name, norm in norms.items():
             if math.isfinite(norm):
@@ -687,14 +689,14 @@ class MemberClipper:
                     else "",
                 )
         broken = [name for name, norm in norms.items() if not math.isfinite(norm)]
-        if any(norm != 0 and math.isfinite(norm) for norm in norms.values()):
+        if any(norm != 0 and math.isfinite(norm) and name not in still for name, norm in norms.items()):
             self._lost_steps = 0
         elif broken:
             self._lost_steps += 1
         if self._lost_steps == BROKEN_STEPS:
             raise RuntimeError(
                 f"In {BROKEN_STEPS} steps in a row no member could learn: the gradient norm of {', '.join(broken)} "
-                f"was not finite, and no other member had gradients. Look into the rows of {broken[0]} in "
+                f"was not finite, and no other member learned. Look into the rows of {broken[0]} in "
                 f"`rollouts/`, and start a new run with `warm_start` from a checkpoint before these steps. {_CAUSES}"
             )
 

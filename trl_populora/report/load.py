@@ -242,7 +242,7 @@ def load_history(run: str | Path) -> list[dict[str, Any]]:
 def load_evaluations(run: str | Path) -> list[dict[str, Any]]:
     """
     Reads metrics and seconds of each evaluation on `eval_dataset`, oldest first; empty without evaluations. Of several
-    at one step the first counts: a later one is a call of `evaluate()`. Calls with other tasks are left out.
+    at one step the first counts: a later one is a call of `evaluate()`. Calls with other tasks are left out in a game.
     """
     figures, seconds = (
         _merge_by_step(
@@ -316,10 +316,10 @@ def load_run(run: str | Path, name: str | None = None) -> Run:
         for entries in (_read_checked(root / LINEAGE), load_evaluations(root))
     )
     population = read_population(root) if (root / POPULATION_FILE).exists() else {}
-    run = Run(name or root.resolve().name, history, [], lineage, population, evaluations, root)
-    if run.game:  # no picture of a dataset run needs its rows
-        run.rows += [row for row in _read_rollouts(root, ROW_COLUMNS) if row["step"] <= last]
-    return run
+    found = Run(name or root.resolve().name, history, [], lineage, population, evaluations, root)
+    if found.game:  # no picture of a dataset run needs its rows
+        found.rows += [row for row in _read_rollouts(root, ROW_COLUMNS) if row["step"] <= last]
+    return found
 
 
 def _read_rollouts(root: Path, columns: Sequence[str], last: int = 0) -> list[dict[str, Any]]:

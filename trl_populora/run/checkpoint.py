@@ -580,7 +580,13 @@ def _check_archive(root: Path, game: Game, other_room: bool) -> None:
         )
     if other_room:
         game.referee.leave_out_long(game.archive)
-        check_archive(game.archive, game.referee.kinds, bool(game.population.teachers))
+        try:
+            check_archive(game.archive, game.referee.kinds, bool(game.population.teachers))
+        except ValueError as error:
+            raise ValueError(
+                f"{root}: too few of its archived tasks fit into the context. Resume with the saved run's "
+                f"{', '.join(f'`{name}`' for name in _DECIDE_ROOM)}, or start a new run with `warm_start`."
+            ) from error
 
 
 def load_stateful(root: Path, stateful: Mapping[str, Any], archive: TaskArchive | None) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -387,16 +386,23 @@ def check_settings(args: GRPOConfig, root: Path, saved: Mapping[str, Any], proce
     fixed = {*_DECIDED_BY_CHECKPOINT} | (listed & set(BY_MEMBER))
     if saved.get("train_prompts"):
         fixed |= {*_DECIDED_BY_PLACE}
+    elif theirs.get("teachers") == 0:
+        fixed |= {"proposals_per_teacher", "num_iterations"}  # they decide which given task is next
     refused = [f"`{name}` was {theirs.get(name)!r}, is {ours.get(name)!r}" for name in changed if name in fixed]
     if saved.get("train_prompts") and all(name in theirs for name in _ROWS_OF_A_STEP):
-        was, now = (
-            (*(settings[name] for name in _ROWS_OF_A_STEP), count)
-            for settings, count in ((theirs, processes), (ours, args.world_size))
+        # A config has multiplied the accumulation by its members.
+        (batch, steps), (our_batch, our_steps) = (
+            [settings[name] // (1 if name.startswith("per") else args.seats) for name in _ROWS_OF_A_STEP]
+            for settings in (theirs, ours)
         )
-        if math.prod(was) != math.prod(now):
+        rows, size = batch * steps * processes, our_batch * args.world_size
+        if rows != our_steps * size:
             told = " times ".join(f"`{name}`" for name in _ROWS_OF_A_STEP)
-            rows = (f"{' * '.join(map(str, each))} = {math.prod(each)}" for each in (was, now))
-            refused.append(f"{told} times the processes was {next(rows)}, is {next(rows)}")
+            refused.append(
+                f"{told} times the processes was {batch} * {steps} * {processes} = {rows}, is {our_batch} * "
+                f"{our_steps} * {args.world_size} = {our_steps * size}"
+                + (f" (`gradient_accumulation_steps={rows // size}` keeps it)" if rows % size == 0 else "")
+            )
     if refused:
         raise ValueError(
             f"{root / POPULATION_FILE}: a resumed run cannot change these settings: {'; '.join(refused)}. Resume "

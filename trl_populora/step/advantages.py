@@ -81,7 +81,8 @@ class Scorer:
         ends: Ids of the tokens that end a completion. A completion with another last token was cut off.
         rank: Number of this process.
         sharing: How the model computes rows with a shared prompt; `None` if it cannot share prompts.
-        skips_blank_rows: Whether the forward leaves out rows without advantage, and rows whose tokens are all masked.
+        skips_blank_rows: Whether the forward leaves out rows without advantage. It always leaves out rows whose tokens
+            are all masked.
     """
 
     def __init__(
@@ -119,7 +120,15 @@ class Scorer:
         played.plan = []
         for step_rows in self._deal_steps(rows):
             parts = [[column[row] for row in step_rows] for column in columns]
-            packs = plan_micro_batches(*parts, settings.teachers, settings.per_device_train_batch_size, self.sharing)
+            packs = plan_micro_batches(
+                parts[0],
+                parts[1],
+                parts[2],
+                parts[3],
+                settings.teachers,
+                settings.per_device_train_batch_size,
+                self.sharing,
+            )
             # TRL expects as many micro-batches as if every seat had a member. Empty ones make up the number.
             packs += [[] for _ in range(self.micro_batches_of_all - len(packs))]
             played.plan += [[[step_rows[row] for row in pack] for pack in batch] for batch in packs]

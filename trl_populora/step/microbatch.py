@@ -14,8 +14,8 @@ the longest completion. So a micro-batch holds few long rows or many short ones.
 
 There are two sorts of blank rows. All other rows are *live*.
 
-- *Skipped rows* belong to the step, and no micro-batch holds them. Without a KL term a row has no gradient if its
-  advantage is 0 (often because every attempt of its group did equally well) or if all its tokens are masked. Wherever
+- *Skipped rows* belong to the step, and no micro-batch holds them. A row has no gradient if all its tokens are
+  masked, and without a KL term also if its advantage is 0 (often because all attempts did equally well). Wherever
   the loss is divided by a number of rows or tokens, skipped rows are counted. So leaving them out changes the update
   by rounding at most.
 - *Filler rows* belong to no step. They have masks of 0. TRL wants the same number of micro-batches in every step. So

@@ -191,14 +191,6 @@ def build_archive(
     for task in tasks:
         # Tasks from another run's archive name authors and steps of that run, which mean nothing in this one.
         archive.add(replace(task, author=Task.author, step=Task.step))
-    if train_dataset is not None and (lost := len(tasks) - len(archive)):
-        logger.warning(
-            "%d of the %d given tasks are left out: they are the same as others, or one kind has more than "
-            "`archive_size=%d`.",
-            lost,
-            len(tasks),
-            size,
-        )
     check_archive(archive, kinds, references is not None)
     bare = [name for name, kind in kinds.items() if kind.reference_kinds and not _has_example(archive, kind, style)]
     if bare and references:
