@@ -347,7 +347,9 @@ def read_earlier(out: Path, found: dict[str, Any], again: list[str]) -> dict[str
     if not (out / "evaluation.json").exists():
         return {}
     earlier = json.loads((out / "evaluation.json").read_text())
-    if any(earlier[name] != found[name] for name in ("step", "base_model", "weights")):
+    known = earlier["weights"].keys() & found["weights"].keys()
+    others = any(earlier["weights"][name] != found["weights"][name] for name in known)
+    if others or any(earlier[name] != found[name] for name in ("step", "base_model")):
         return {}
     before, asked = earlier.get("asked"), dict(found["asked"])
     if before and "compared" not in before:  # 0.2.0 did not write what the compared adapters were

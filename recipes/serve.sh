@@ -6,8 +6,8 @@
 #   VLLM_CPU_KVCACHE_SPACE=1 recipes/serve.sh tiny 4 16 --host 127.0.0.1 --port 8000 --dtype float32 \
 #       --no-enable-chunked-prefill    # no GPU: a seeded prompt that is read in two parts ends vLLM 0.31's CPU engine
 #
-# Serve the base in the precision that the trainer computes in: --dtype bfloat16 with `bf16: true` (vLLM's default for
-# most models), --dtype float32 without. The development endpoints and the loading of adapters by path are for the
+# Serve the base in the precision that the trainer computes in: --dtype bfloat16 with `bf16: true`, --dtype float16 with
+# `fp16: true`, else the base's `dtype`. The development endpoints and the loading of adapters by path are for the
 # trainer alone: bind to an address that only it reaches.
 set -euo pipefail
 if [ $# -lt 3 ]; then

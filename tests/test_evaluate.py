@@ -259,6 +259,25 @@ class TestASecondEvaluation:
         before = (tmp_path / "evaluation.json").read_bytes()
         with pytest.raises(ValueError, match=r"with other options .*null.*2.*as `--out`"):
             self.write(tmp_path, "gsm8k", asked={"limit": 2})
-        with pytest.raises(ValueError, match=r"with other options .*\"compared\": {\"other\": \"fed\"}.*as `--out`"):
-            self.write(tmp_path, "math_500", asked={"limit": None, "compared": {"other": "fed"}})
         assert (tmp_path / "evaluation.json").read_bytes() == before
+
+    def test_with_other_members_or_compared_adapters_is_refused(self, tmp_path):
+        asked = {"contenders": ["student_0", "base"], "compared": {"other": "abc"}}
+        self.write(tmp_path, "gsm8k", asked=asked)
+        before = (tmp_path / "evaluation.json").read_bytes()
+        more = {"student_0": "abc", "student_1": "def"}
+        for given in (
+            {"asked": asked | {"compared": {"other": "fed"}}},
+            {"asked": asked | {"contenders": [*more, "base"]}, "weights": more},
+        ):
+            with pytest.raises(ValueError, match="with other options .*as `--out`"):
+                self.write(tmp_path, "math_500", **given)
+        assert (tmp_path / "evaluation.json").read_bytes() == before
+        assert list(self.write(tmp_path, "math_500", asked=asked)["scores"]) == ["gsm8k", "math_500"]
+
+    def test_of_an_earlier_version_takes_further_benchmarks(self, tmp_path):
+        """0.2.0 did not write what the compared adapters were."""
+        asked = {"contenders": ["student_0", "base", "other"]}
+        self.write(tmp_path, "gsm8k", asked=asked)
+        found = self.write(tmp_path, "math_500", asked=asked | {"compared": {"other": "abc"}})
+        assert list(found["scores"]) == ["gsm8k", "math_500"]
