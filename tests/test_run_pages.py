@@ -87,6 +87,7 @@ class TestMetrics:
             "kl",
             "curriculum/{measure}",
             "cispo_clip_ratio",
+            "eval/other_tasks",
         }
         assert set(glossary.SOME_SETTINGS) == tested | VLLM
 
@@ -97,6 +98,7 @@ class TestMetrics:
 
     def test_several_tables_stand_before_the_keys_of_one(self, run):
         *_, by_hand = evaluations(run)
+        assert by_hand["eval/other_tasks"] == 1
         for name in ("one", "two"):
             start = f"eval/{name}_"
             keys = {"eval/" + key.removeprefix(start) for key in by_hand if key.startswith(start)}
