@@ -460,7 +460,6 @@ class StopAtSignals(TrainerCallback):
     def __init__(self, trainer: Trainer):
         self.trainer = trainer
         self.received: int | None = None
-        self._agreed = False  # whether all ranks know that the run stops after this step
         self._before: dict[int, Any] = {}
         self._limit: int | None = None  # the user's `save_total_limit`, while it is lifted
 
@@ -515,20 +514,13 @@ class StopAtSignals(TrainerCallback):
         # step.
         received = gather_object([self.received])
         self.received = next((number for number in received if number is not None), None)
-        self._agreed = self.received is not None
-        if self._agreed:
+        if self.received is not None:
             control.should_training_stop = True
             control.should_save = control.should_save or args.save_strategy != "no"
             # With `save_strategy="best"` an evaluation overwrites `should_save`: only the best score is saved. So this
             # step is not evaluated.
             if args.save_strategy == "best":
                 control.should_evaluate = False
-
-    def on_epoch_end(self, args, state, control, **kwargs):
-        # The checkpoint has the metrics that are not logged yet, and a resumed run logs them. All ranks log or none: a
-        # further signal may have reached one of them by now.
-        if self._agreed and args.save_strategy != "no":
-            control.should_log = False
 
     def on_save(self, args, state, control, **kwargs):
         # At the end of training transformers keeps only the best checkpoint if `save_total_limit` is 1. A stopped run

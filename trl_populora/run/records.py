@@ -137,7 +137,7 @@ class Records(TrainerCallback):
 
     Each log of a step or an evaluation adds a line to `metrics.jsonl` and to `times.jsonl`. Keys without a value are
     kept. Then `population.json` is written again with the latest ratings. The last step is always logged, unless
-    `logging_strategy` is `"no"`.
+    `logging_strategy` is `"no"`, or a signal or a late callback stops the run at a step that is saved.
 
     Args:
         describe: Returns the contents of `population.json`.
@@ -146,10 +146,11 @@ class Records(TrainerCallback):
     def __init__(self, describe: Callable[[], dict[str, Any]]):
         self.describe = describe
         self.begun = False
+        self._saved: int | None = None  # step of the last checkpoint
         self._before: list[dict[str, Any]] = []  # this trainer's evaluations before any training
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.begun = True
+        self.begun, self._saved = True, None
         # Lines of an earlier trainer's evaluations would pass for this run's starting point.
         if state.is_world_process_zero and not state.global_step:
             if len(read_lines(Path(args.output_dir, METRICS))) > len(self._before):
@@ -164,9 +165,15 @@ class Records(TrainerCallback):
         if control.should_training_stop and args.logging_strategy != "no":
             control.should_log = True
 
-    # After its last step `Trainer` ends the epoch. By then all callbacks have been asked, also those that stop the
-    # training after an evaluation. A step that was logged is not logged again.
-    on_epoch_end = on_step_end
+    def on_save(self, args, state, control, **kwargs):
+        self._saved = state.global_step
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        # After its last step `Trainer` ends the epoch. By then all callbacks have been asked, also those that stop the
+        # training after an evaluation. A checkpoint of this step has the metrics that are not logged yet, and a run that
+        # is resumed logs them.
+        if self._saved != state.global_step:
+            self.on_step_end(args, state, control)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         # This trainer evaluates before any training. Files of a run in this directory are those of an earlier run.
