@@ -170,7 +170,7 @@ class Records(TrainerCallback):
 
     def on_epoch_end(self, args, state, control, **kwargs):
         # After its last step `Trainer` ends the epoch. By then all callbacks have been asked, also those that stop the
-        # training after an evaluation. A checkpoint of this step keeps what is not logged yet, and a resumed run logs it.
+        # training after an evaluation. A checkpoint of this step keeps what is not logged, and a resumed run logs it.
         if self._saved != state.global_step:
             self.on_step_end(args, state, control)
 
