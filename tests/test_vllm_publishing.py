@@ -135,6 +135,7 @@ def test_a_shelf_lies_also_where_files_cannot_be_locked(tmp_path, monkeypatch, c
     os.utime(shelf.root, (0, 0))
     sweep_shelves(str(tmp_path))
     assert shelf.root.is_dir(), "nobody knows whether its owner lives"
+    assert not (shelf.root / ".lock").exists(), "a later run could lock it, and take the owner for dead"
     assert f"{shelf.root} cannot be locked (Function not implemented)" in caplog.text
     shelf.close()
     assert not shelf.root.exists()

@@ -101,8 +101,6 @@ _DECIDED_BY_PLACE = (
     "shuffle_dataset",
     "member_prompts",
 )
-# With the number of processes these decide how many rows of prompts an optimizer step has.
-_ROWS_OF_A_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
 
 @dataclass(frozen=True)
@@ -389,17 +387,17 @@ def check_settings(args: GRPOConfig, root: Path, saved: Mapping[str, Any], proce
     elif theirs.get("teachers") == 0:
         fixed |= {"proposals_per_teacher", "num_iterations"}  # they decide which given task is next
     refused = [f"`{name}` was {theirs.get(name)!r}, is {ours.get(name)!r}" for name in changed if name in fixed]
-    if saved.get("train_prompts") and all(name in theirs for name in _ROWS_OF_A_STEP):
+    if saved.get("train_prompts") and "gradient_accumulation_steps" in theirs:
         # A config has multiplied the accumulation by its members.
         (batch, steps), (our_batch, our_steps) = (
-            [settings[name] // (1 if name.startswith("per") else args.seats) for name in _ROWS_OF_A_STEP]
-            for settings in (theirs, ours)
+            (each["per_device_train_batch_size"], each["gradient_accumulation_steps"] // args.seats)
+            for each in (theirs, ours)
         )
         rows, size = batch * steps * processes, our_batch * args.world_size
         if rows != our_steps * size:
-            told = " times ".join(f"`{name}`" for name in _ROWS_OF_A_STEP)
             refused.append(
-                f"{told} times the processes was {batch} * {steps} * {processes} = {rows}, is {our_batch} * "
+                "`per_device_train_batch_size` times `gradient_accumulation_steps` times the processes was "
+                f"{batch} * {steps} * {processes} = {rows}, is {our_batch} * "
                 f"{our_steps} * {args.world_size} = {our_steps * size}"
                 + (f" (`gradient_accumulation_steps={rows // size}` keeps it)" if rows % size == 0 else "")
             )
