@@ -58,7 +58,7 @@ def fill(archive: TaskArchive, number: int) -> None:
     note = dict(zip(NOTED, (0.0, 0.5, 7.0, 4.0, 11.0, 6.0), strict=True))
     entries = ((make_task(n), hashlib.blake2b(str(n).encode(), digest_size=16).digest(), note) for n in range(number))
     forms = [n * 0x9E3779B97F4A7C15 % 2**64 for n in range(number)]
-    archive.restore(entries, {"counts": {f"{n:016x}": 1 for n in range(number)}, "sum": 0.0, "forms": forms})
+    archive.restore(entries, {"counts": {f"{n:016x}": 1 for n in range(number)}, "forms": forms})
 
 
 def step_seconds(archive: TaskArchive, first: int, per_step: int, rng: random.Random) -> float:

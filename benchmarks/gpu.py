@@ -32,7 +32,7 @@ import time
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -372,7 +372,7 @@ def run(part: Part, directory: Path, dry: bool, minutes: float) -> dict[str, Any
         status = "done" if found else "failed: no figures"
     return {
         "part": part.name,
-        "date": f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M}",
+        "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M}",
         "card": "CPU" if dry else find_card(),
         "dry": dry,
         "status": status,

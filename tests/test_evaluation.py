@@ -26,7 +26,6 @@ from trl_populora.evaluate.cross_play import (
     assemble,
     choose_prefixes,
     cross_play,
-    score_members,
     solve_rates,
 )
 from trl_populora.generate.player import make_player, make_sampling_config
@@ -56,10 +55,11 @@ def test_held_out_tasks_leave_no_trace(sandbox, seed_tasks):
     tasks = [task for task in seed_tasks if task.kind == "code_o"]
     sides = game.referee, game.player
     assert solve_rates(*sides, "student_0", tasks, attempts=2) == [1.0, 0.0, 0.0, 0.0]  # only a + 1 of 1 is 2
-    assert score_members(*sides, ["student_0"], tasks, attempts=1) == {"student_0": 0.25}
+    contest = Contest(None, None, {}, *sides, game.archive, [], ["student_0"])
+    assert contest.score(["student_0"], tasks, attempts=1) == {"student_0": 0.25}
     assert (game.population.state_dict(), len(game.archive)) == before
     with pytest.raises(ValueError, match="The given tasks are of code_i; these members play code_o"):
-        score_members(*sides, ["student_0"], [task for task in seed_tasks if task.kind == "code_i"])
+        contest.score(["student_0"], [task for task in seed_tasks if task.kind == "code_i"], attempts=1)
 
 
 class TestCrossPlay:

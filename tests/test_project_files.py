@@ -8,11 +8,11 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
-import tomllib
 import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet

@@ -13,7 +13,7 @@ from .sandbox_support import check, run_elsewhere
 
 
 ROOT = Path(__file__).parent.parent
-VERSIONS = ["3.10", "3.11", "3.12", "3.13"]
+VERSIONS = ["3.11", "3.12", "3.13"]
 NONE = [pytest.param("", marks=pytest.mark.skip("no other Python"))]
 
 

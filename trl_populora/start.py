@@ -1011,7 +1011,8 @@ def check_outputs(tables: Mapping[str, Sequence[Task]], referee: Referee, player
             flaws.append(f"{where}: the program ends with `{verdict.status.value}`{told}: {task.program!r:.200}.")
             continue
         for given, returned, claimed in zip(task.inputs, verdict.outputs, task.outputs, strict=True):
-            if not code[task.kind].is_same(returned, claimed):
+            kind = code[task.kind]
+            if kind.normalize(returned) != kind.normalize(claimed):
                 flaws.append(
                     f"{where}: column `outputs` holds {claimed!r:.80}, the program returns {returned!r:.80} for "
                     f"{given!r:.80}."

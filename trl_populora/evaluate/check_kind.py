@@ -17,6 +17,7 @@ from typing import Any
 from trl_populora.sandbox import Sandbox
 from trl_populora.step.referee import Referee, Written
 from trl_populora.tasks import STYLES, Proposal, Refusal, Reject, Task, TaskArchive, TaskKind
+from trl_populora.tasks.features import name_features
 from trl_populora.tasks.kind import measure_complexity
 
 
@@ -185,8 +186,7 @@ def _check_estimates(kind: TaskKind, task: Task, referee: Referee) -> None:
         raise ValueError(f"`chance` must lie between 0 and 1, got {chance}")
     if extra := measure_complexity(kind, task).keys() - set(kind.measures):
         raise ValueError(f"`measures` must name what `complexity` measures, got {sorted(extra)} as well")
-    if not all(isinstance(word, str) for word in kind.features(task)):
-        raise ValueError(f"`features` must be strings, got {kind.features(task)!r:.80}")
+    name_features(kind, task)
 
 
 def _mangle(text: str, rng: random.Random) -> str:

@@ -102,28 +102,6 @@ def solve_rates(
     return [fmean(outcome.correct for outcome in group) for group in tried]
 
 
-def score_members(
-    referee: Referee, player: Player, members: Sequence[str], tasks: Sequence[Task], attempts: int = 4
-) -> dict[str, float]:
-    """
-    Measures each member's mean solve rate on the same tasks. Teachers solve, too.
-
-    Tasks of a kind that the referee does not know are left out.
-
-    Args:
-        referee, player: Those of a trainer or of a [`Contest`].
-        members: Names of members, or `base`.
-        tasks: What to solve.
-        attempts: Attempts of each member at each task.
-
-    Raises:
-        `ValueError`: If the referee knows the kind of none of the tasks.
-    """
-    known = keep_known(referee, tasks)
-    bar = tqdm(members, desc="given tasks", unit="member")
-    return {member: fmean(solve_rates(referee, player, member, known, attempts)) for member in bar}
-
-
 def keep_known(referee: Referee, tasks: Sequence[Task]) -> list[Task]:
     """
     Keeps the tasks whose kind the referee knows.
@@ -237,8 +215,17 @@ class Contest:
         )
 
     def score(self, members: Sequence[str], tasks: Sequence[Task], attempts: int) -> dict[str, float]:
-        """Measures some members, or `base`, on the same tasks, as [`score_members`] does."""
-        return score_members(self.referee, self.player, members, tasks, attempts)
+        """
+        Measures the mean solve rates of some members, or `base`, on the same tasks. Teachers solve, too.
+
+        Tasks of a kind that the contest does not play are left out.
+
+        Raises:
+            `ValueError`: If the contest plays the kind of none of the tasks.
+        """
+        known = keep_known(self.referee, tasks)
+        bar = tqdm(members, desc="given tasks", unit="member")
+        return {each: fmean(solve_rates(self.referee, self.player, each, known, attempts)) for each in bar}
 
     def __enter__(self) -> Contest:
         return self

@@ -54,27 +54,7 @@ ROUNDING = 32  # the advised completion length is a multiple of so many tokens
 
 @dataclass
 class TryArguments:
-    """
-    Options of `populora try`.
-
-    Args:
-        model: Hub id or directory of a base, or `tiny`.
-        adapter: A LoRA adapter on the base, for example of a cold start. Not with `vllm`.
-        task_kinds: Kinds of task to try; by default the three built in.
-        tasks: Tasks to pose and to show, as a run's `seed_tasks`: a file or a dataset of the Hub. A kind of your own
-            needs some. By default the package's.
-        prompt_style: Prompt style to try; by default every style that the base may know.
-        samples: Number of attempts for each kind and each [`Form`], and number of proposals for each kind and each
-            prompt style; a multiple of 4.
-        max_completion_length: Most tokens of a completion; a longer one is cut.
-        inputs_per_function: Inputs that a code_f proposal must give. By default 4, and for the embedded base the 6
-            that it was trained on.
-        temperature: Temperature of the samples.
-        vllm: Generate with vLLM, in this process.
-        dtype: Type of the weights; by default float32 for bases that name the compact style in their config, such as
-            the embedded one, and bfloat16 for others.
-        seed: Seed of references, tasks and samples.
-    """
+    """Options of `populora try`."""
 
     model: str = field(metadata={"help": "Hub id or directory of a base, or 'tiny'."})
     adapter: str | None = field(default=None, metadata={"help": "A LoRA adapter on the base; not with vllm."})

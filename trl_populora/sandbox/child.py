@@ -41,22 +41,15 @@ _ORDER_NAMES = frozenset(
         *("__hash__", "__repr__", "repr"),
     ]
 )
-_ORDER_CODES = frozenset(opcode.opmap[name] for name in ("BUILD_SET", "SET_ADD", "SET_UPDATE") if name in opcode.opmap)
-# `&`, `|`, `-` and `^`, by which two views of dicts make a set. Python 3.10 has an instruction for each, and later
-# versions have one instruction for all, with the operator as its argument.
+_ORDER_CODES = frozenset(opcode.opmap[name] for name in ("BUILD_SET", "SET_ADD", "SET_UPDATE"))
+# `&`, `|`, `-` and `^`, by which two views of dicts make a set, are one instruction with the operator as its argument.
 _VIEWS = frozenset(("keys", "items"))
 _OPERATOR_METHODS = frozenset(f"__{kind}{name}__" for kind in ("", "r", "i") for name in ("and", "or", "sub", "xor"))
 _OPERATOR_FUNCTIONS = frozenset(("and_", "or_", "sub", "xor", "iand", "ior", "isub", "ixor"))
-_OPERATOR_CODES = frozenset(
-    opcode.opmap[f"{kind}_{name}"]
-    for kind in ("BINARY", "INPLACE")
-    for name in ("AND", "OR", "SUBTRACT", "XOR")
-    if f"{kind}_{name}" in opcode.opmap
-)
-_BINARY_OP = opcode.opmap.get("BINARY_OP")
+_BINARY_OP = opcode.opmap["BINARY_OP"]
 _SET_OPERATORS = frozenset(
     number
-    for number, (name, _) in enumerate(getattr(opcode, "_nb_ops", ()))
+    for number, (name, _) in enumerate(opcode._nb_ops)
     if name.removeprefix("NB_").removeprefix("INPLACE_") in ("AND", "OR", "SUBTRACT", "XOR")
 )
 _SET_TEXTS = '["s",', '["z",'  # how a set and a frozenset begin in the text of an input
@@ -221,7 +214,5 @@ def _order_matters(code: types.CodeType) -> bool:
 
 
 def _has_set_operator(code: types.CodeType) -> bool:
-    for instruction, argument in zip(code.co_code[::2], code.co_code[1::2], strict=True):
-        if instruction in _OPERATOR_CODES or (instruction == _BINARY_OP and argument in _SET_OPERATORS):
-            return True
-    return False
+    pairs = zip(code.co_code[::2], code.co_code[1::2], strict=True)
+    return any(instruction == _BINARY_OP and argument in _SET_OPERATORS for instruction, argument in pairs)

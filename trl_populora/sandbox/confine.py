@@ -86,11 +86,11 @@ def enter_namespaces(layers: Layers) -> None:
     # Some distributions let `unshare` succeed, and then refuse the mount or the `chroot`. So a throw-away child first
     # tries `unshare`, mount and `chroot`.
     for flags in (_SPACES, _SPACES | CLONE_NEWUSER):
-        if _survives(_unshare, flags):
+        if _survives(flags):
             layers.attempt("namespaces", _unshare, flags)
             break
     else:
-        layers.attempt("namespaces", _unshare_nothing)
+        layers["namespaces"] = "this host lets us create neither namespaces nor user namespaces"
         return
     # This process stays outside its new namespace of processes; only its children are inside. So the zygote goes on in
     # a child.
@@ -103,17 +103,13 @@ def enter_namespaces(layers: Layers) -> None:
     die_with_parent()
 
 
-def _unshare_nothing() -> None:
-    raise OSError(errno.EPERM, "this host lets us create neither namespaces nor user namespaces")
-
-
-def _survives(step, *arguments: object) -> bool:
-    """Says whether a throw-away child can take a step and then call `chroot`."""
+def _survives(flags: int) -> bool:
+    """Says whether a throw-away child can enter namespaces and then call `chroot`."""
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
-            step(*arguments)
+            _unshare(flags)
             root = os.open("/", os.O_RDONLY | os.O_DIRECTORY)
             os.fchdir(root)
             os.chroot(".")
@@ -130,18 +126,11 @@ def _unshare(flags: int) -> None:
     if flags & CLONE_NEWUSER:
         # Inside the new user namespace this user has the number of nobody. The kernel lets an ordinary user map groups
         # only after `setgroups` has been denied.
-        _write("/proc/self/setgroups", "deny")
-        _write("/proc/self/uid_map", f"{_NOBODY} {uid} 1")
-        _write("/proc/self/gid_map", f"{_NOBODY} {gid} 1")
+        maps = {"setgroups": "deny", "uid_map": f"{_NOBODY} {uid} 1", "gid_map": f"{_NOBODY} {gid} 1"}
+        for name, text in maps.items():
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
     _call("mount", b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None)
-
-
-def _write(path: str, text: str) -> None:
-    fd = os.open(path, os.O_WRONLY)
-    try:
-        os.write(fd, text.encode())
-    finally:
-        os.close(fd)
 
 
 def build_walls(layers: Layers, without: tuple[str, ...] = ()) -> None:
@@ -160,7 +149,7 @@ def build_walls(layers: Layers, without: tuple[str, ...] = ()) -> None:
         ("limits", _limit_resources),
         ("no_new_privs", _lock_privileges),
         ("landlock", _landlock),
-        ("seccomp", _seccomp),
+        ("seccomp", lambda: seccomp.zygote_filter().install()),
     ):
         if name in without:
             layers[name] = "left out on request"
@@ -245,10 +234,6 @@ def _landlock() -> None:
         os.close(fd)
 
 
-def _seccomp() -> None:
-    seccomp.zygote_filter().install()
-
-
 def prepare_child_walls(layers: Layers) -> Callable[[int], None]:
     """
     Makes the function `close_in(memory)`, which every child calls before it runs its program.
@@ -285,46 +270,9 @@ def prepare_child_walls(layers: Layers) -> Callable[[int], None]:
 _MOST_DESCRIPTORS = 4096
 
 
-def _open_root() -> None:
-    os.close(os.open("/", os.O_RDONLY))
-
-
-def _create_file() -> None:
-    os.close(os.open("probe", os.O_CREAT | os.O_WRONLY, 0o600))
-
-
-def _read_passwd() -> None:
-    os.close(os.open("/etc/passwd", os.O_RDONLY))
-
-
-def _open_proc() -> None:
-    os.close(os.open("/proc/self/environ", os.O_RDONLY))
-
-
-def _socket() -> None:
-    socket.socket(socket.AF_INET, socket.SOCK_STREAM).close()
-
-
-def _pair() -> None:
-    for each in socket.socketpair():
-        each.close()
-
-
 def _fork() -> None:
     if os.fork() == 0:
         os._exit(0)
-
-
-def _kill() -> None:
-    os.kill(os.getppid() or 1, 0)  # signal 0 only asks for permission
-
-
-def _raise_limit() -> None:
-    resource.setrlimit(resource.RLIMIT_CPU, resource.getrlimit(resource.RLIMIT_CPU))
-
-
-def _limit_parent() -> None:
-    resource.prlimit(os.getppid() or 1, resource.RLIMIT_CORE, (0, 0))  # as `_limit_resources` has set it
 
 
 def _use_another_descriptor() -> None:
@@ -346,25 +294,22 @@ def _be_root() -> None:
         raise OSError("this process is not root")
 
 
-def _exec() -> None:
-    os.execv("/proc/self/exe", ["python", "-c", ""])  # noqa: S606 - the walls must refuse it
-
-
 # `exec` comes last: an `exec` that is not refused replaces this process, and no probe could follow.
-PROBES = {
-    "open /": _open_root,
-    "create a file": _create_file,
-    "read /etc/passwd": _read_passwd,
-    "open /proc": _open_proc,
-    "open a network socket": _socket,
-    "open a local socket": _pair,
+PROBES: dict[str, Callable[[], object]] = {
+    "open /": lambda: os.close(os.open("/", os.O_RDONLY)),
+    "create a file": lambda: os.close(os.open("probe", os.O_CREAT | os.O_WRONLY, 0o600)),
+    "read /etc/passwd": lambda: os.close(os.open("/etc/passwd", os.O_RDONLY)),
+    "open /proc": lambda: os.close(os.open("/proc/self/environ", os.O_RDONLY)),
+    "open a network socket": lambda: socket.socket(socket.AF_INET, socket.SOCK_STREAM).close(),
+    "open a local socket": lambda: [end.close() for end in socket.socketpair()],
     "fork": _fork,
-    "signal the zygote": _kill,
-    "set its own limits": _raise_limit,
-    "set the zygote's limits": _limit_parent,
+    "signal the zygote": lambda: os.kill(os.getppid() or 1, 0),  # signal 0 only asks for permission
+    "set its own limits": lambda: resource.setrlimit(resource.RLIMIT_CPU, resource.getrlimit(resource.RLIMIT_CPU)),
+    # as `_limit_resources` has set it
+    "set the zygote's limits": lambda: resource.prlimit(os.getppid() or 1, resource.RLIMIT_CORE, (0, 0)),
     "use another descriptor": _use_another_descriptor,
     "be root": _be_root,
-    "exec": _exec,
+    "exec": lambda: os.execv("/proc/self/exe", ["python", "-c", ""]),  # noqa: S606 - the walls must refuse it
 }
 
 

@@ -305,8 +305,7 @@ class Limits:
         """Sets the limits for a run. Run 0, the first, has Python's own limits; every later run allows more."""
         self.run = run
         sys.setrecursionlimit(self.recursion + _DEEPER * run)
-        if hasattr(sys, "set_int_max_str_digits"):
-            sys.set_int_max_str_digits(0 if run else _DIGITS)
+        sys.set_int_max_str_digits(0 if run else _DIGITS)
 
     def getrecursionlimit(self) -> int:
         return self.recursion

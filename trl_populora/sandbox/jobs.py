@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 
-class Status(str, Enum):
+class Status(StrEnum):
     """How a job ended. Each status is a string, so that it can be logged and stored without conversion."""
 
     # After `ok` come four ways in which an honest program fails, then three for programs that break a rule.
@@ -18,9 +18,6 @@ class Status(str, Enum):
     NONDETERMINISTIC = "nondeterministic"
     POLICY = "policy"
     TAMPERED = "tampered"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def read_literal(text: str) -> Any:
     return _convert(_parse(_scan(text, ())))
 
 
-def read_arguments(text: str, function: str = "f") -> tuple:
+def read_arguments(text: str) -> tuple:
     """
     Reads the positional arguments of a call, from `3, [4]` or from exactly one call `f(3, [4])`.
 
@@ -72,21 +72,20 @@ def read_arguments(text: str, function: str = "f") -> tuple:
     `f` returns for it: nothing is evaluated here.
 
     Args:
-        text: What a model wrote.
-        function: Name of the function whose call is read. Of other functions, only those in `_CALLS` may be called.
+        text: What a model wrote. Of other functions than `f`, only those in `_CALLS` may be called.
 
     Raises:
         `LiteralError`: If the text is anything else, or exceeds a limit.
     """
-    source = _scan(text, (function,))
+    source = _scan(text, ("f",))
     # Text without the call is put inside one. An unmatched closing bracket would end that call early, but the scan has
     # refused such text.
-    if not re.match(rf"{re.escape(function)}\s*\(", source):
-        source = f"{function}({source}\n)"
+    if not re.match(r"f\s*\(", source):
+        source = f"f({source}\n)"
     node = _parse(source)
     # The scan lets no `=` and no `**` through, so that a call has no keywords.
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.func.id != function:
-        raise LiteralError(f"expected one argument list, or one call of {function}")
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.func.id != "f":
+        raise LiteralError("expected one argument list, or one call of f")
     return tuple(_convert(argument) for argument in node.args)
 
 

@@ -224,28 +224,19 @@ _PURPOSE = {
     "landlock": "no file, TCP port, abstract socket or outside signal, as far as the kernel's version goes",
     "seccomp": "an allow-list of system calls for computing",
 }
+_MEASURED_SECONDS = 2.0
 
 
-def measure(sandbox: Sandbox, seconds: float = 2.0) -> float:
-    """Measures how many small programs, with one input and one run each, the sandbox runs per second."""
-    done, start = 0, time.perf_counter()
-    while time.perf_counter() - start < seconds:
-        jobs = [Job(f"def f(x):\n    return x + {done + i}\n", (encode((i,)),)) for i in range(100)]
-        done += sum(verdict.ok for verdict in sandbox.run(jobs))
-    return done / (time.perf_counter() - start)
-
-
-def check(write: Callable[[str], object] = sys.stdout.write, seconds: float = 2.0) -> str:
-    """
-    Writes how far this host confines programs and how many it runs per second; returns the level.
-
-    Args:
-        write: Takes each text to write, with its line breaks.
-        seconds: How long to measure the speed.
-    """
+def check() -> str:
+    """Writes how far this host confines programs and how many it runs per second; returns the level."""
+    write = sys.stdout.write
     with Sandbox(allow_weak=True) as sandbox:
         report = sandbox.report()
-        speed = measure(sandbox, seconds)
+        done, start = 0, time.perf_counter()  # small programs with one input and one run each
+        while time.perf_counter() - start < _MEASURED_SECONDS:
+            jobs = [Job(f"def f(x):\n    return x + {done + i}\n", (encode((i,)),)) for i in range(100)]
+            done += sum(verdict.ok for verdict in sandbox.run(jobs))
+        speed = done / (time.perf_counter() - start)
         write(f"sandbox level {report['level']}: {_MEANING[report['level']]}\n\nlayers\n")
         for name, reason in report["layers"].items():
             held = "yes" if not reason else f"no   ({reason})"

@@ -23,6 +23,7 @@ back. The trainer and the zygotes both load this file, so it imports only the st
 from __future__ import annotations
 
 import json
+import re
 from json.encoder import encode_basestring_ascii as _quote
 from typing import Any
 
@@ -35,6 +36,7 @@ _SMALL = 1 << 63  # smaller integers are written in decimal
 _SEQUENCES: dict[type, str] = {list: "l", tuple: "t"}
 _SETS = {set: "s", frozenset: "z"}
 _INFINITE = ("nan", "inf", "-inf")
+_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)  # a string of JSON, also without its end
 
 
 # Returns the name of a type, and runs no code of the type's metaclass, which may define a `__name__` of its own.
@@ -159,7 +161,7 @@ def encode(value: Any, *, ordered=False, max_bytes=MAX_BYTES, max_nodes=MAX_NODE
     return text
 
 
-def decode(text: str, *, max_bytes: int = MAX_BYTES, max_depth: int = MAX_DEPTH) -> Any:
+def decode(text: str, *, max_bytes: int = MAX_BYTES) -> Any:
     """
     Reads the value of a canonical text, with dicts in the order of the text.
 
@@ -169,34 +171,34 @@ def decode(text: str, *, max_bytes: int = MAX_BYTES, max_depth: int = MAX_DEPTH)
         `ValueError`: If `text` is too large or not canonical: unknown tags, unsorted sets, repeated elements, spaces,
             other forms of numbers.
     """
-    value = _read(text, max_bytes, max_depth)
+    value = _read(text, max_bytes)
     # The surest test of the form: write the value again and compare.
-    if encode(value, ordered=True, max_bytes=max_bytes, max_nodes=max_bytes, max_depth=max_depth) != text:
+    if encode(value, ordered=True, max_bytes=max_bytes, max_nodes=max_bytes) != text:
         raise ValueError("the text is not in canonical form")
     return value
 
 
-def is_canonical(text: str, *, max_bytes: int = MAX_BYTES, max_depth: int = MAX_DEPTH) -> bool:
+def is_canonical(text: str, *, max_bytes: int = MAX_BYTES) -> bool:
     """Says whether [`decode`] would read a text."""
     # Short integers, the most frequent answers, are recognised without parsing.
     digits = text[1:] if text.startswith("-") else text
     if 0 < len(digits) < 16 and digits.isascii() and digits.isdigit():
         return (digits[0] != "0" or digits == "0") and text != "-0"
     try:
-        decode(text, max_bytes=max_bytes, max_depth=max_depth)
+        decode(text, max_bytes=max_bytes)
     except ValueError:
         return False
     return True
 
 
-def _read(text: str, max_bytes: int, max_depth: int) -> Any:
+def _read(text: str, max_bytes: int) -> Any:
     """Parses tagged JSON under limits."""
     if not isinstance(text, str) or len(text) > max_bytes:
         raise ValueError(f"the text is not a string of at most {max_bytes} characters")
     # The JSON parser recurses, so the depth is checked first. For most texts a cheap test, the length or the number of
     # brackets, shows that the slow `_bracket_depth` is not needed.
-    if len(text) > max_depth and text.count("[") > max_depth and _bracket_depth(text) > max_depth + 2:
-        raise ValueError(f"the text is nested deeper than {max_depth}")
+    if len(text) > MAX_DEPTH and text.count("[") > MAX_DEPTH and _bracket_depth(text) > MAX_DEPTH + 2:
+        raise ValueError(f"the text is nested deeper than {MAX_DEPTH}")
     try:
         node, end = _read_json(text)
         if end != len(text):
@@ -208,23 +210,10 @@ def _read(text: str, max_bytes: int, max_depth: int) -> Any:
 
 def _bracket_depth(text: str) -> int:
     """Measures how deep square brackets are nested. Those inside strings do not count."""
-    deepest = depth = 0
-    inside = escaped = False
-    for char in text:
-        if inside:
-            if escaped:
-                escaped = False
-            elif char == "\\":
-                escaped = True
-            elif char == '"':
-                inside = False
-        elif char == '"':
-            inside = True
-        elif char == "[":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif char == "]":
-            depth -= 1
+    depth = deepest = 0
+    for char in _STRING.sub("", text):
+        depth += (char == "[") - (char == "]")
+        deepest = max(deepest, depth)
     return deepest
 
 

@@ -48,7 +48,13 @@ class Worker:
                     command,
                     # LD_BIND_NOW looks symbols up before the first fork. Without it each child would do so anew, and
                     # copy the memory pages that hold the addresses.
-                    env={"PYTHONHASHSEED": str(hash_seed), "LC_ALL": "C.UTF-8", "LD_BIND_NOW": "1"} | found,
+                    env={
+                        "PYTHONHASHSEED": str(hash_seed),
+                        "LC_ALL": "C.UTF-8",
+                        "LD_BIND_NOW": "1",
+                        "TZ": "UTC0",
+                        **found,
+                    },
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.PIPE,
@@ -142,9 +148,9 @@ class Worker:
             self.process.wait()
         self.errors.close()
 
-    def close(self, seconds: float = 2.0) -> None:
-        """Asks the zygote to end, by closing its socket; kills it if it does not."""
+    def close(self) -> None:
+        """Asks the zygote to end, by closing its socket; kills it if it has not ended after two seconds."""
         self.control.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(seconds)
+            self.process.wait(2.0)
         self.kill()

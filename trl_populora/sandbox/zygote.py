@@ -46,7 +46,7 @@ _ORDER_BYTES, _descriptor = ORDER.size, struct.Struct("=i").unpack
 _now, _FOREVER = time.monotonic, float("inf")
 _forget_module = sys.modules.pop
 _WNOHANG, _FD_BYTES = os.WNOHANG, socket.CMSG_SPACE(4)
-# A child closes all descriptors from 3 up to this number but its own socket. None is higher: `_control` gives the
+# A child closes all descriptors from 3 up to this number but its own socket. None is higher: `main` gives the
 # control socket a low number, and after that `confine.py` allows only numbers below 16.
 _DESCRIPTORS = 64
 # A program that has used no CPU time for this many seconds counts as asleep and is killed. If its CPU limit is more
@@ -151,10 +151,6 @@ class Zygote:
         for pid in self.children:
             os.kill(pid, signal.SIGKILL)
 
-    def _send(self, kind: int, job: int, status: int = 0, cpu: float = 0.0, wall: float = 0.0, peak: int = 0) -> None:
-        """Reports an event to the trainer."""
-        self.control.send(EVENT.pack(kind, status, job, cpu, wall, peak))
-
     def _timeout(self) -> int | None:
         """
         Computes how many milliseconds to wait: until the next deadline. If there is no child, the wait has no end
@@ -196,7 +192,8 @@ class Zygote:
                 continue
             kind = EXPIRED if running.expired else DONE
             wall = _now() - running.started
-            self._send(kind, running.job, status, usage.ru_utime + usage.ru_stime, wall, usage.ru_maxrss * 1024)
+            cpu, peak = usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
+            self.control.send(EVENT.pack(kind, status, running.job, cpu, wall, peak))
 
     def _watch(self) -> None:
         """Kills the children that are past their limit or asleep. `_reap` reports them once they are dead."""
@@ -234,7 +231,7 @@ def _forget_surroundings(soft_layer: bool) -> None:
     With the soft layer, modules that only the zygote needs are no longer to be found in `sys.modules`, either.
     """
     os.environ.clear()
-    _set_time_zone()
+    os.environ["TZ"] = "UTC0"  # as at the start: `time.localtime(0)` returns the same on every host
     for name in list(sys.modules) if soft_layer else ():
         if name in _OWN_MODULES or name.partition(".")[0] == __package__:
             del sys.modules[name]
@@ -243,12 +240,6 @@ def _forget_surroundings(soft_layer: bool) -> None:
     sys.path_importer_cache.clear()
     sys.argv[:] = sys.orig_argv[:] = ["program"]
     os.dup2(1, 2)  # errors go to /dev/null from here on; until here the trainer could read them
-
-
-def _set_time_zone() -> None:
-    """Sets UTC, so that `time.localtime(0)` returns the same on every host."""
-    os.environ["TZ"] = "UTC0"
-    time.tzset()
 
 
 def _warm_up(guard: soft.Guard) -> None:
@@ -263,13 +254,6 @@ def _warm_up(guard: soft.Guard) -> None:
     os.close(writer)
 
 
-def _control(number: int) -> socket.socket:
-    """Gives the inherited control socket a low number, because children close only low ones."""
-    control = socket.socket(fileno=os.dup(number))
-    os.close(number)
-    return control
-
-
 def main(answer: list, surroundings: dict) -> Calls[None]:
     """
     Loads modules, builds the walls, reports, serves. In each child it goes on with the calls of that child's program.
@@ -280,7 +264,9 @@ def main(answer: list, surroundings: dict) -> Calls[None]:
     """
     surroundings.clear()
     surroundings["answer"] = answer
-    control = _control(int(sys.argv[1]))
+    number = int(sys.argv[1])
+    control = socket.socket(fileno=os.dup(number))  # a low number, because children close only low ones
+    os.close(number)
     options = json.loads(sys.argv[2])
     order = None
     try:
@@ -305,7 +291,6 @@ def main(answer: list, surroundings: dict) -> Calls[None]:
 def _prepare(control: socket.socket, options: dict) -> tuple[Zygote, confine.Layers]:
     """Loads modules and builds the walls; returns the zygote, ready to serve, and how each layer of walls went."""
     layers = confine.Layers()
-    _set_time_zone()
     with contextlib.suppress(OSError):  # this only helps speed, and a container may forbid all of these cores
         os.sched_setaffinity(0, options["cores"])
     # Namespaces come first, because the zygote goes on in a new process. Modules come before the walls, because no

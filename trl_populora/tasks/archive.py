@@ -7,7 +7,7 @@
 
 The archive keeps the newest tasks. When a kind has `cap` tasks, the next one of this kind replaces the oldest.
 (Absolute Zero Reasoner keeps the oldest and adds no more.) Adding, looking up and replacing a task take the same time
-in an archive of any size, and so does sampling k tasks.
+in an archive of any size.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from importlib.resources import files
@@ -42,32 +43,6 @@ Note = Mapping[str, float]
 Entry = tuple[Task, bytes, "Note | None"]  # the task, its key (duplicates share it), its note
 
 
-class _Ring:
-    """The newest `cap` tasks of one kind, in a list that is written round and round. Position 0 is the oldest task."""
-
-    def __init__(self, cap: int):
-        self.cap = cap
-        self.entries: list[Entry] = []
-        self.start = 0  # place of the oldest entry
-
-    def __len__(self) -> int:
-        return len(self.entries)
-
-    def __getitem__(self, position: int) -> Entry:
-        return self.entries[(self.start + position) % len(self.entries)]
-
-    def push(self, entry: Entry) -> tuple[int, bytes | None]:
-        """Adds an entry. Returns its place, and the key of the entry that it replaced (`None` if none)."""
-        if len(self.entries) < self.cap:
-            self.entries.append(entry)
-            return len(self.entries) - 1, None
-        # An entry keeps its place until it is replaced, so the archive may remember the place.
-        place = self.start
-        evicted, self.entries[place] = self.entries[place][1], entry
-        self.start = (place + 1) % self.cap
-        return place, evicted
-
-
 class TaskArchive:
     """
     Verified tasks by kind, without duplicates.
@@ -93,14 +68,14 @@ class TaskArchive:
             raise ValueError(f"`cap` must be at least 1 task per kind, got {cap}.")
         self.cap = cap
         self.coverage = Coverage()
-        self._rings: dict[str, _Ring] = {}
+        self._rings: dict[str, deque[tuple[Task, bytes]]] = {}  # by kind: each task with its key, oldest first
+        self._notes: dict[bytes, Note | None] = {}  # what is noted about each task, by its key
         self._measures: set[str] = set()
-        self._keys: dict[bytes, int] = {}  # a task's key -> its place in the ring of its kind
 
     def add(self, task: Task) -> bool:
         """Adds a task. Returns `False`, and changes nothing, if the task is a duplicate."""
         key = hash_task(task)
-        if key in self._keys:
+        if key in self._notes:
             return False
         self._push((task, key, None))
         self.coverage.forms.add(hash_form(task.program))
@@ -122,29 +97,28 @@ class TaskArchive:
     def note(self, task: Task, /, **facts: float) -> None:
         """Notes `facts` (see `NOTED`) about a task, in place of earlier facts. Ignores a task that is not here."""
         key = hash_task(task)
-        if key in self._keys:
-            entries, place = self._rings[task.kind].entries, self._keys[key]
-            entries[place] = (entries[place][0], key, facts)  # the archived task stays: `task` may be a duplicate
+        if key in self._notes:
+            self._notes[key] = facts
             self._measures.update(facts.keys() - set(NOTED))
 
     def entries(self) -> Iterator[Entry]:
         """Yields all entries, kind by kind, oldest first."""
         for ring in self._rings.values():
-            yield from (ring[position] for position in range(len(ring)))
+            yield from ((task, key, self._notes[key]) for task, key in ring)
 
     def restore(self, entries: Iterable[Entry], coverage: Mapping[str, Any]) -> None:
         """Replaces the tasks by those of `entries`, without duplicates, and the coverage by a saved state."""
-        self._rings, self._keys, self._measures = {}, {}, set()
+        self._rings, self._notes, self._measures = {}, {}, set()
         for entry in entries:
-            if entry[1] not in self._keys:
+            if entry[1] not in self._notes:
                 self._push(entry)
         self.coverage.load_state_dict(coverage)
 
     def __contains__(self, task: object) -> bool:
-        return isinstance(task, Task) and hash_task(task) in self._keys
+        return isinstance(task, Task) and hash_task(task) in self._notes
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._notes)
 
     def __iter__(self) -> Iterator[Task]:
         """Yields all tasks, kind by kind, oldest first."""
@@ -204,12 +178,12 @@ class TaskArchive:
 
     def _push(self, entry: Entry) -> None:
         task, key, note = entry
-        ring = self._rings.setdefault(task.kind, _Ring(self.cap))
-        place, evicted = ring.push(entry)
+        ring = self._rings.setdefault(task.kind, deque(maxlen=self.cap))
+        if len(ring) == self.cap:
+            del self._notes[ring[0][1]]
+        ring.append((task, key))
+        self._notes[key] = note
         self._measures.update((note or {}).keys() - set(NOTED))
-        if evicted is not None:
-            del self._keys[evicted]
-        self._keys[key] = place
 
 
 def read_task(record: Mapping[str, Any], where: str) -> Task:

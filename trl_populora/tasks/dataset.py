@@ -9,7 +9,7 @@ from __future__ import annotations
 import glob
 import json
 import logging
-import random
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -59,8 +59,9 @@ def read_splits(source: str, what: str, name: str | None = None) -> DatasetDict:
             file is no JSON; the message then names the line.
     """
     formats = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+    source = source if "://" in source else os.path.expanduser(source)
     suffix = Path(source).suffix
-    is_path = suffix in formats or source.startswith((".", "/", "~"))
+    is_path = suffix in formats or source.startswith((".", "/"))
     if "://" not in source and is_path and not Path(source).exists():
         raise ValueError(
             f"{what} cannot be read: there is no such file (the current directory is {str(Path.cwd())!r}). Give a "
@@ -207,7 +208,7 @@ def _has_example(archive: TaskArchive, kind: TaskKind, style: str | None) -> boo
     """Says whether a teacher that proposes for `kind` could be shown an example from the archive."""
     if kind.shows_turns(style or "") and not kind.writes_program:
         return any(kind.write_proposal(task) for task in archive if task.kind == kind.name)
-    return bool(archive.sample(kind.reference_kinds, 1, random.Random(0)))
+    return archive.count(kind.reference_kinds) > 0
 
 
 def check_archive(archive: TaskArchive, kinds: Mapping[str, TaskKind], proposing: bool) -> None:
@@ -224,7 +225,7 @@ def check_archive(archive: TaskArchive, kinds: Mapping[str, TaskKind], proposing
             these kinds proposes about archived programs (as code_f does), and the archive holds no task of this
             kind's `reference_kinds`.
     """
-    if not any(archive.sample([name], 1, random.Random(0)) for name in kinds):
+    if not archive.count(list(kinds)):
         raise ValueError(
             f"There is no task of the kinds {', '.join(kinds)} to start from, at least none that fits into the "
             "context; students need one. Add seed tasks of these kinds to `train_dataset`, or change `task_kinds`."
@@ -232,7 +233,7 @@ def check_archive(archive: TaskArchive, kinds: Mapping[str, TaskKind], proposing
     for kind in kinds.values() if proposing else ():
         if kind.missing_for_proposals() or kind.writes_program:
             continue
-        if not archive.sample(kind.reference_kinds, 1, random.Random(0)):
+        if not archive.count(kind.reference_kinds):
             raise ValueError(
                 f"There is no task of the kinds {', '.join(kind.reference_kinds)} to start from, at least none that "
                 f"fits into the context, and {kind.name} proposes about their programs. Add such a task to "

@@ -26,7 +26,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from functools import cached_property, lru_cache
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -43,7 +43,7 @@ STYLES = ("turns", "chat", "compact")
 READINGS = ("tolerant", "strict")
 
 
-class Reject(str, Enum):
+class Reject(StrEnum):
     """The reasons for which a proposal is no task. Each value names a metric, `verify/reject/{reason}`."""
 
     FORMAT = "format"
@@ -66,11 +66,6 @@ class Reject(str, Enum):
     CONTROL_TOKEN = "control_token"
     TOO_LONG = "too_long"
     COPIED = "copied"
-
-    # Python versions differ in what an f-string makes of an enum of strings. The names of metrics need the value in
-    # every version.
-    def __str__(self) -> str:
-        return self.value
 
 
 # Reasons that the paper's formula does not know. With `teacher_reward: paper` most of these checks are left out. Four
@@ -119,16 +114,8 @@ class Task:
 
     def to_record(self) -> dict[str, Any]:
         """Writes the task as a row, ready for JSON. The archive's table has these columns, among others."""
-        return {
-            "kind": self.kind,
-            "program": self.program,
-            "inputs": list(self.inputs),
-            "outputs": list(self.outputs),
-            "message": self.message,
-            "visible": self.visible,
-            "author": self.author,
-            "step": self.step,
-        }
+        given = {name: getattr(self, name) for name in COLUMNS}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], where: str = "record") -> Task:

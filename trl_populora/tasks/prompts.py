@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice, repeat
 from typing import Any
 
 import torch
@@ -172,10 +172,12 @@ class HalvingSampler(Sampler):
     def __iter__(self) -> Iterator[int]:
         stream = self.stream
         a_pass = stream.num_samples // stream.batch_size
-        first, batches = self.epoch * a_pass, self._list_batches()
+        # It goes on through TRL's order, pass after pass, and gives each prompt once.
+        once = RepeatSampler(stream.data_source, 1, stream.batch_size, shuffle=stream.shuffle, seed=stream.seed)
+        first, passes = self.epoch * a_pass, chain.from_iterable(repeat(once))
         for generation in range(first + a_pass):
             shares = self.count_shares(generation)
-            prompts = [prompt for batch in islice(batches, shares) for prompt in batch]
+            prompts = list(islice(passes, shares * stream.batch_size))
             if generation < first:
                 continue
             own = [prompt for prompt in prompts for _ in range(stream.mini_repeat_count)]
@@ -188,17 +190,6 @@ class HalvingSampler(Sampler):
             ]
             for _ in range(stream.repeat_count):
                 yield from rows
-
-    def _list_batches(self) -> Iterator[list[int]]:
-        """Yields TRL's batches of prompts, pass after pass."""
-        stream, generator = self.stream, torch.Generator()
-        generator.manual_seed(stream.seed)
-        size = stream.batch_size
-        while True:
-            order = range(stream.num_samples)
-            if stream.shuffle:
-                order = torch.randperm(stream.num_samples, generator=generator).tolist()
-            yield from (list(order[start : start + size]) for start in range(0, len(order) - size + 1, size))
 
     def __len__(self) -> int:
         return self.members * len(self.stream)

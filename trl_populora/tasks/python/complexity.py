@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -144,37 +145,25 @@ class Coverage:
     Attributes:
         counts: Programs per shape, by [`hash_shape`].
         forms: Hashes of the programs' normal forms without constants.
-        seen: Programs added, one per task.
     """
 
     def __init__(self) -> None:
-        self.counts: dict[str, int] = {}
+        self.counts: Counter[str] = Counter()
         self.forms: set[int] = set()
-        self.seen = 0
-        # Sum of count * log2(count) over all shapes. It gives the entropy without a pass over the shapes.
-        self._sum = 0.0
 
     def add(self, shape: str) -> None:
         """Counts one program by its shape, see [`hash_shape`]."""
-        count = self.counts.get(shape, 0)
-        self.counts[shape] = count + 1
-        self.seen += 1
-        self._sum += _weigh(count + 1) - _weigh(count)
+        self.counts[shape] += 1
 
     def metrics(self) -> dict[str, float]:
         """Returns `curriculum/coverage`, the number of shapes, and `curriculum/entropy` of the shapes, in bits."""
-        entropy = max(0.0, math.log2(self.seen) - self._sum / self.seen) if self.seen else 0.0
-        return {"curriculum/coverage": float(len(self.counts)), "curriculum/entropy": entropy}
+        total = self.counts.total()
+        # `fsum` does not depend on the order of the shapes, so a resumed run has the same last bits.
+        entropy = -math.fsum(count / total * math.log2(count / total) for count in self.counts.values())
+        return {"curriculum/coverage": float(len(self.counts)), "curriculum/entropy": max(0.0, entropy)}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"counts": dict(self.counts), "sum": self._sum, "forms": sorted(self.forms)}
+        return {"counts": dict(self.counts), "forms": sorted(self.forms)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.counts, self.forms = dict(state["counts"]), set(state["forms"])
-        self.seen = sum(self.counts.values())
-        # The sum is saved, not computed again: its last bits depend on the order in which programs were added.
-        self._sum = state["sum"]
-
-
-def _weigh(count: int) -> float:
-    return count * math.log2(count) if count else 0.0
+        self.counts, self.forms = Counter(state["counts"]), set(state["forms"])

@@ -85,10 +85,6 @@ class CodeKind(TaskKind):
         names = (getattr(each, "name", "") for each in type(self).__mro__)
         return next(name for name in names if f"{name}/solve" in prompts.TURNS)
 
-    def is_same(self, one: str, other: str) -> bool:
-        """Says whether two canonical texts are the same answer, as `1`, `1.0` and `True` are."""
-        return values.equal(values.decode(one), values.decode(other))
-
     def normalize(self, text: str) -> str:
         """Returns one text for all canonical texts of the same answer, as for `1`, `1.0` and `True`."""
         return values.key(values.decode(text)) if values.is_canonical(text) else text
@@ -150,7 +146,7 @@ class CodeKind(TaskKind):
 
     def reject_malformed(self, error: FormatError | ProgramError) -> Attempt:
         """Makes a malformed attempt from an answer that cannot be read."""
-        return Attempt(False, "", find_reason(error).value, str(error))
+        return Attempt(False, "", error.reason.value, str(error))
 
     def trial(self, task: Task, attempt: Attempt) -> Job | None:
         return None
@@ -249,14 +245,9 @@ class ProgramWithInput(CodeKind):
             return self.reject_malformed(error)
 
 
-def find_reason(error: FormatError | ProgramError) -> Reject:
-    """Finds the reason that an error stands for: always `FORMAT` for a `FormatError`."""
-    return error.reason if isinstance(error, ProgramError) else Reject.FORMAT
-
-
 def refuse(error: FormatError | ProgramError) -> Refusal:
     """Makes the refusal of a proposal that cannot be read."""
-    return Refusal(find_reason(error), str(error))
+    return Refusal(error.reason, str(error))
 
 
 class CodeO(ProgramWithInput):
@@ -281,7 +272,7 @@ class CodeO(ProgramWithInput):
         return self.normalize(attempt.answer)
 
     def correct(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> bool:
-        return attempt.well_formed and self.is_same(attempt.answer, task.outputs[0])
+        return attempt.well_formed and self.normalize(attempt.answer) == self.normalize(task.outputs[0])
 
 
 # As many as a task has attempts by default. So the share of right guesses and the solve rate both have steps of 1/8.
@@ -342,7 +333,7 @@ class CodeI(ProgramWithInput):
     def correct(self, task: Task, attempt: Attempt, verdict: Verdict | None) -> bool:
         if not attempt.well_formed or verdict is None or verdict.status is not Status.OK:
             return False
-        return self.is_same(verdict.outputs[0], task.outputs[0])
+        return self.normalize(verdict.outputs[0]) == self.normalize(task.outputs[0])
 
 
 class CodeF(CodeKind):

@@ -5,7 +5,7 @@
 `ast.parse` runs nothing. But there are texts on which it recurses until the interpreter dies, or backtracks for
 minutes. So a text is bounded first: its length and then, in one linear scan, the depth of its brackets and the
 tokens that may nest the tree without brackets. (Python's tokenizer itself bounds indentation.) A text that
-passes is parsed in some tens of milliseconds at most on Python 3.10 to 3.13. (Python 3.12.1 needs up to 0.3 s to find
+passes is parsed in some tens of milliseconds at most on Python 3.11 to 3.13. (Python 3.12.1 needs up to 0.3 s to find
 the tokens of one long line of other letters than ASCII's.)
 """
 

@@ -15,6 +15,8 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from trl_populora.tasks.kind import Reject
+
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 # Only the closing tag is needed: with some chat templates the opening tag stands in the prompt.
@@ -24,6 +26,8 @@ _FENCE = "```"
 
 class FormatError(ValueError):
     """Raised for a text that does not hold the expected blocks, or never closes its thinking."""
+
+    reason = Reject.FORMAT
 
 
 def strip_thinking(text: str) -> str:
