@@ -265,7 +265,7 @@ class Replay:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        request = {"prompt_token_ids": prompt, "cache_salt": adapter.cache_salt}
+        request = {"prompt_token_ids": prompt, "cache_salt": adapter.name}
         self.llm.llm_engine.add_request(name, request, params, lora_request=_make_lora_request(adapter))
         return name
 

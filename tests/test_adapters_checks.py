@@ -59,22 +59,6 @@ def test_another_peft_method_is_refused():
         add_members(make_base(), NAMES, IA3Config(), Router(), seed=0)
 
 
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        ([], "at least one member name"),
-        (["a_0", "a_1", "a_0"], r"must differ, got \['a_0'\]"),
-        (["default", "a_1"], "'default' is reserved"),
-        (["a_0", "ref"], "'ref' is reserved"),
-        (["a.0"], "only letters, digits, `_` and `-`, got 'a.0'"),
-        (["../a"], "only letters"),
-    ],
-)
-def test_names_that_clash_are_refused(names, message):
-    with pytest.raises(ValueError, match=message):
-        add_members(make_base(), names, make_config(), Router(), seed=0)
-
-
 def own_members():
     return add_members(make_base(), NAMES, make_config(), Router(), seed=0)
 

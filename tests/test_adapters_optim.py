@@ -64,6 +64,17 @@ def test_each_member_is_clipped_by_its_own_norm_as_torch_would(max_norm):
             torch.testing.assert_close(p.grad, reference, rtol=1e-6, atol=0)
 
 
+def test_the_norm_of_half_precision_gradients_may_be_larger_than_their_type_can_hold():
+    """ZeRO's loss scale makes them large; no element of them is too large."""
+    model, _, names = make_population(2)
+    for name in names:
+        for parameter in member_parameters(model, name).values():
+            parameter.data = parameter.data.half()
+            parameter.grad = torch.full_like(parameter, 3e4)
+    count = sum(parameter.numel() for parameter in member_parameters(model, names[0]).values())
+    assert clip_member_grad_norms(model, names, 1.0)[names[0]] == pytest.approx(3e4 * count**0.5, rel=1e-3)
+
+
 def test_a_withheld_member_keeps_weights_moments_and_step_while_others_move():
     model, router, names = make_population(3)
     optimizer = torch.optim.AdamW(member_param_groups(model, dict.fromkeys(names, 1e-2)))

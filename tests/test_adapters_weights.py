@@ -8,7 +8,6 @@ import sys
 import pytest
 import torch
 from peft import PeftModel, get_peft_model_state_dict, load_peft_weights
-from safetensors.torch import load_file, save_file
 
 from tests.adapter_models import make_base, make_population, make_rows, token_logps
 from tests.without_extras import without_extras
@@ -95,14 +94,6 @@ def test_equal_members_are_equal_files_and_the_step_stands_beside_them(tmp_path)
     assert same[0] == same[1]
     loaded = load_peft_weights(str(tmp_path / "6"), device="cpu")
     assert all(torch.equal(value, loaded[key]) for key, value in read_member(model, "member_0").items())
-
-
-def test_the_step_in_the_file_of_an_early_run_is_read(tmp_path):
-    save_member(make_population(1)[0], "member_0", tmp_path)
-    path = tmp_path / "adapter_model.safetensors"
-    assert read_saved_step(tmp_path) is None
-    save_file(load_file(path), path, {"format": "pt", "populora_step": "6"})
-    assert read_saved_step(tmp_path) == 6
 
 
 def test_writing_refuses_wrong_keys_and_shapes_and_changes_nothing():

@@ -19,7 +19,7 @@ from trl_populora.population.members import Population
 from trl_populora.population.operators import find_operator
 from trl_populora.population.ratings import Matchmaker
 from trl_populora.step.advantages import estimate_advantages
-from trl_populora.step.rows import add_own_metrics, find_metrics
+from trl_populora.step.rows import add_own_metrics, find_metric
 
 
 HERE = "tests.test_own_parts"
@@ -128,8 +128,7 @@ def weigh():
 
 
 def estimate():
-    numbers = torch.tensor([0, 0, 1])
-    rewards = torch.tensor([1.0, float("nan"), 2.0])
+    numbers, rewards = torch.tensor([0, 1]), torch.tensor([1.0, 2.0])
     return estimate_advantages(f"{HERE}:give", "student_baseline", rewards, numbers, numbers, numbers)
 
 
@@ -141,7 +140,7 @@ def mutate():
 
 
 def tell():
-    return find_metrics([f"{HERE}:give"])[0]([])
+    return find_metric(f"{HERE}:give")([])
 
 
 class TestErrors:

@@ -31,7 +31,7 @@ from trl_populora.run.read import read_lines, read_population
 from trl_populora.run.records import OnlyKnown
 from trl_populora.start import load_tokenizer
 from trl_populora.step import microbatch
-from trl_populora.step.pay import Outcome, Rules
+from trl_populora.step.pay import Outcome, Rules, student_share
 from trl_populora.step.rows import student_reward, teacher_reward
 from trl_populora.trainer import PopuLoRATrainer
 
@@ -428,7 +428,7 @@ class TestRecords:
         facts = ("kind", "valid", "solve_rate", "chance", "rarity", "program")
         outcomes = [Outcome(**{name: row[name] for name in facts}) for row in proposals]
         assert [row["reward"] for row in proposals] == [Rules().teacher_reward(outcome) for outcome in outcomes]
-        shares = [Rules().student_share(outcome) for outcome in outcomes]
+        shares = [student_share(outcome) for outcome in outcomes]
         logged = next(e for e in trainer.state.log_history if "match/student_share_mean" in e)
         assert logged["match/student_share_mean"] == pytest.approx(sum(shares) / len(shares))
 

@@ -58,7 +58,7 @@ from trl_populora.step.pay import NEED_FEATURES, Rules, choose_student_reward, c
 from trl_populora.step.play import Game
 from trl_populora.step.player import Messages, Player
 from trl_populora.step.referee import Referee
-from trl_populora.step.rows import Played, Row, check_arguments, find_metrics, student_reward, teacher_reward
+from trl_populora.step.rows import Played, Row, check_arguments, find_metric, student_reward, teacher_reward
 from trl_populora.tasks import resolve_kind
 from trl_populora.tasks.archive import TaskArchive
 from trl_populora.tasks.dataset import build_archive, check_archive
@@ -943,7 +943,7 @@ def make_game(
         shuffle=args.shuffle_dataset,
         rules=rules,
         features=Features(STEPS * max(args.teachers, 1) * args.proposals_per_teacher),
-        metrics=find_metrics(args.own_metrics or ()),
+        metrics=[find_metric(path) for path in args.own_metrics or ()],
     )
 
 

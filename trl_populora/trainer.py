@@ -367,8 +367,6 @@ class PopuLoRATrainer(HubTrainer):
             accelerator=self.accelerator,
             tokenizer=self.processing_class,
             ends=self.eos_token_ids,
-            adapter_dir=self.args.vllm_adapter_dir,
-            engine_kwargs=self.args.vllm_engine_kwargs,
         )
         self.use_vllm, self._last_loaded_step = True, -1
 
@@ -764,7 +762,8 @@ class PopuLoRATrainer(HubTrainer):
         their prompts are rated, too.
         """
         played = self.played
-        played.records = [row for part in gather_object([[row.record() for row in played.rows]]) for row in part]
+        members = gather_object([[row.member for row in played.rows]])
+        played.records = [{"member": name} for part in members for name in part]
         with self._phases.time("reward"):
             played.rewards = super()._calculate_rewards(self._asked, prompts, completions, completion_ids)
         self.scorer.score(played)

@@ -219,7 +219,7 @@ class RoutedLLM(LLM):
         requests = []
         for ask in asks:
             # The salt keeps a version of a member away from cached prefixes that an earlier version has computed.
-            prompt = {"prompt_token_ids": list(ask.prompt), "cache_salt": ask.version.cache_salt}
+            prompt = {"prompt_token_ids": list(ask.prompt), "cache_salt": ask.version.name}
             params = sampling_params.clone()
             params.n = len(ask.rows)
             params.seed = ask.seed

@@ -247,8 +247,8 @@ class Published:
 
     Every version has its own name and id, and on servers its own path. If two versions shared one of the three, some
     release of vLLM would answer with the old weights: vLLM does not read a loaded id again, and keys of its prefix
-    cache hold the name, or the name and the path, depending on the release. `cache_salt` keeps the keys of two
-    versions apart in any release.
+    cache hold the name, or the name and the path, depending on the release. The name is also the cache salt, which
+    keeps the keys of two versions apart in any release.
 
     Args:
         member: Name of the member.
@@ -261,10 +261,6 @@ class Published:
     name: str
     id: int
     path: str = ""
-
-    @property
-    def cache_salt(self) -> str:
-        return self.name
 
 
 @dataclass(frozen=True)

@@ -274,9 +274,7 @@ class LoRAServer(VLLMClient):
         server = copy.copy(self)
         server.model = adapter.name
         greedy = {"temperature": 0.0, "max_tokens": 1, "logprobs": 5}
-        output = VLLMClient.generate(
-            server, [list(PROBE)], **greedy, generation_kwargs={"cache_salt": adapter.cache_salt}
-        )
+        output = VLLMClient.generate(server, [list(PROBE)], **greedy, generation_kwargs={"cache_salt": adapter.name})
         return output["logprob_token_ids"], output["logprobs"]
 
     def answer(self, asks: Sequence[Ask], **params: Any) -> list[list[tuple]]:
@@ -290,7 +288,7 @@ class LoRAServer(VLLMClient):
         # Several threads answer at once, and each member has its own `model`: so each call takes a copy of the client.
         member, version, seed = copy.copy(self), asks[0].version, asks[0].seed
         member.model = version.name
-        kwargs = (params.pop("generation_kwargs", None) or {}) | {"cache_salt": version.cache_salt}
+        kwargs = (params.pop("generation_kwargs", None) or {}) | {"cache_salt": version.name}
         kwargs |= {} if seed is None else {"seed": seed}
         samples = len(asks[0].rows)
         prompts = [list(ask.prompt) for ask in asks]

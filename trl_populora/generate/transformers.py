@@ -330,8 +330,9 @@ class SpareLayer(DynamicLayer):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps the rows at some indices, and makes new empty places behind their tokens."""
-        self._held = self._copy(self.keys, indices), self._copy(self.values, indices)
-        self._show(self.keys.shape[2])
+        length = self.keys.shape[2]
+        self._held = tuple(_copy_rows(given, indices, length + self.spare) for given in (self.keys, self.values))
+        self._show(length)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
@@ -345,13 +346,6 @@ class SpareLayer(DynamicLayer):
             held[:, :, start:end] = new
         self._show(end)
         return self.keys, self.values
-
-    def _copy(self, given: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Copies rows of keys or values into new memory, with `spare` empty places behind the tokens of each row."""
-        _, heads, length, width = given.shape
-        copy = given.new_empty(len(rows), heads, length + self.spare, width)
-        torch.index_select(given, 0, rows, out=copy[:, :, :length])
-        return copy
 
     def _show(self, length: int) -> None:
         """Lets `keys` and `values` be the first `length` tokens of the memory."""
@@ -375,7 +369,7 @@ class FixedLayer(DynamicLayer):
     def __init__(self, layer: DynamicLayer, prompts: torch.Tensor, place: torch.Tensor, length: int):
         super().__init__()
         self.lazy_initialization(layer.keys, layer.values)
-        self.keys, self.values = (self._copy(given, prompts, length) for given in (layer.keys, layer.values))
+        self.keys, self.values = (_copy_rows(given, prompts, length) for given in (layer.keys, layer.values))
         self.place = place
 
     def update(
@@ -386,25 +380,14 @@ class FixedLayer(DynamicLayer):
         self.values.index_copy_(2, self.place, value_states)
         return self.keys, self.values
 
-    @staticmethod
-    def _copy(given: torch.Tensor, prompts: torch.Tensor, length: int) -> torch.Tensor:
-        _, heads, read, width = given.shape
-        # Attention masks the empty places, but still adds their values times 0. A NaN there would spread, so they hold
-        # zeros.
-        copy = given.new_zeros(len(prompts), heads, length, width)
-        torch.index_select(given, 0, prompts, out=copy[:, :, :read])
-        return copy
 
-
-def fix_cache(cache: Cache, prompts: torch.Tensor, place: torch.Tensor, length: int) -> Cache:
-    """
-    Makes a cache of [`FixedLayer`]s. The given cache is emptied layer by layer, so only one layer at a time is in
-    memory twice.
-    """
-    layers = []
-    while cache.layers:
-        layers.append(FixedLayer(cache.layers.pop(0), prompts, place, length))
-    return Cache(layers=layers)
+def _copy_rows(given: torch.Tensor, rows: torch.Tensor, length: int) -> torch.Tensor:
+    """Copies rows of keys or values, `[N, heads, L, D]`, into new memory with `length` places for tokens."""
+    _, heads, read, width = given.shape
+    copy = given.new_empty(len(rows), heads, length, width)
+    torch.index_select(given, 0, rows, out=copy[:, :, :read])
+    copy[:, :, read:] = 0  # attention masks the empty places, but adds their values times 0: a NaN would spread
+    return copy
 
 
 def join_caches(parts: list[Cache], spare: int) -> Cache:
@@ -644,7 +627,9 @@ class _TokenPass:
         self.base, self.scores = base, torch.empty(0)
         self.token, self.position = ids[prompts, -1:], mask[prompts].sum(1, keepdim=True) - 1
         self.place = torch.tensor([ids.shape[1] - 1], device=ids.device)
-        self.cache = fix_cache(cache, prompts, self.place, length)
+        # The given cache is emptied layer by layer, so only one layer at a time is in memory twice.
+        layers = [FixedLayer(cache.layers.pop(0), prompts, self.place, length) for _ in range(len(cache.layers))]
+        self.cache = Cache(layers=layers)
         # The mask is added to the scores of attention: 0 for a token that is there, the least number for padding and
         # empty places. Like the cache it has its full length from the start. `compute` opens one place per token.
         hidden = torch.finfo(base.dtype).min

@@ -532,8 +532,6 @@ def make_vllm_generation(
     accelerator: Accelerator,
     tokenizer: PreTrainedTokenizerBase,
     ends: Sequence[int],
-    adapter_dir: str | None = None,
-    engine_kwargs: Any = None,
 ) -> PopulationGeneration:
     """
     Makes a trainer's vLLM generation.
@@ -546,7 +544,7 @@ def make_vllm_generation(
         accelerator: The trainer's accelerator.
         tokenizer: The trainer's tokenizer.
         ends: Token ids that end a completion.
-        model, members, router, adapter_dir, engine_kwargs: As in [`PopulationGeneration`].
+        model, members, router: As in [`PopulationGeneration`].
     """
     # Each argument of TRL's class that comes from an option has the option's name, with or without `vllm_`.
     options, taken = {each.name for each in fields(args)}, inspect.signature(VLLMGeneration.__init__).parameters
@@ -562,8 +560,8 @@ def make_vllm_generation(
         members=members,
         router=router,
         output_dir=args.output_dir,
-        adapter_dir=adapter_dir,
-        engine_kwargs=_add_engine_defaults(args, model, engine_kwargs or {}),
+        adapter_dir=args.vllm_adapter_dir,
+        engine_kwargs=_add_engine_defaults(args, model, args.vllm_engine_kwargs or {}),
         accelerator=accelerator,
         processing_class=tokenizer,
         **settings,

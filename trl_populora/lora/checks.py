@@ -1,8 +1,7 @@
-"""Refuses bases, member names, LoRA options and adapters that the population cannot use, before anything is trained.
+"""Refuses bases, LoRA options and adapters that the population cannot use, before anything is trained.
 
-base model ---check_is_base--------.
-names [M] ----check_member_names---+--> `add_members`, or an error with the reason and the way out
-LoraConfig ---check_lora_config----'
+base model ---check_is_base------.
+LoraConfig ---check_lora_config--+--> `add_members`, or an error with the reason and the way out
 adapter trained elsewhere ---check_ordinary_adapter--> `warm_start`
 """
 
@@ -10,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 
 from peft import LoraConfig, PeftConfig, PeftModel
@@ -19,11 +18,6 @@ from torch import nn
 from transformers.utils import cached_file, find_adapter_config_file
 from transformers.utils.quantization_config import QuantizationMethod
 
-from trl_populora.files import is_file_name
-
-
-# TRL copies an adapter named "default" to "ref", and takes the adapter "ref" for the reference model.
-RESERVED_NAMES = ("default", "ref")
 
 # Options of `LoraConfig` that must keep PEFT's default, and why.
 _FIXED_OPTIONS = {
@@ -40,15 +34,6 @@ _FIXED_OPTIONS = {
 }
 
 
-def _find_file(model: str, name: str, revision: str | None) -> str | None:
-    """
-    Finds the path of a file in a model's directory or Hub repository; `None` if the file is missing, the repository
-    is gated, or there is no connection.
-    """
-    quietly = ("gated_repo", "missing_entries", "connection_errors")
-    return cached_file(model, name, revision=revision, **{f"_raise_exceptions_for_{what}": False for what in quietly})
-
-
 def check_is_base(model: str | nn.Module, revision: str | None = None) -> None:
     """
     Checks that a base has no adapters.
@@ -62,6 +47,9 @@ def check_is_base(model: str | nn.Module, revision: str | None = None) -> None:
     Raises:
         `ValueError`: If the model has adapters, or if the path or id is a saved population's or an adapter's.
     """
+    # With these options nothing is found where the repository is gated or there is no connection.
+    quietly = ("gated_repo", "missing_entries", "connection_errors")
+    options = {f"_raise_exceptions_for_{what}": False for what in quietly}
     if not isinstance(model, str):
         if isinstance(model, PeftModel) or any(isinstance(module, BaseTunerLayer) for module in model.modules()):
             raise ValueError(
@@ -69,7 +57,7 @@ def check_is_base(model: str | nn.Module, revision: str | None = None) -> None:
                 "population brings its own. Pass the base model alone. To go on from a saved adapter, set "
                 "`warm_start` to its directory."
             )
-    elif _find_file(model, "population.json", revision):
+    elif cached_file(model, "population.json", revision=revision, **options):
         raise ValueError(
             f"`model={model!r}` is a saved population, which is adapters without a base. Pass the base that it names "
             f"(`populora info {model}`) and go on from its members with `warm_start={model!r}`."
@@ -80,28 +68,6 @@ def check_is_base(model: str | nn.Module, revision: str | None = None) -> None:
             f"`model={model!r}` is an adapter, and the population brings its own. Pass the base that it names, "
             f"{base!r}, and set `warm_start={model!r}` to go on from the adapter."
         )
-
-
-def check_member_names(names: Sequence[str]) -> None:
-    """
-    Checks the names of members, which also name adapters, directories and metrics.
-
-    Raises:
-        `ValueError`: If there is no name, or if a name is repeated, reserved, or no plain file name.
-    """
-    if not names:
-        raise ValueError("`names` must hold at least one member name, got none.")
-    for name in names:
-        if not is_file_name(name):
-            raise ValueError(
-                f"A member name may hold only letters, digits, `_` and `-`, got {name!r}. Letters are ASCII, and the "
-                "first character is no `-`."
-            )
-        if name in RESERVED_NAMES:
-            raise ValueError(f"The member name {name!r} is reserved by TRL for its reference model. Rename it.")
-    repeated = sorted({name for name in names if list(names).count(name) > 1})
-    if repeated:
-        raise ValueError(f"Member names must differ, got {repeated} more than once.")
 
 
 def check_lora_config(lora_config: LoraConfig, model: nn.Module) -> None:
@@ -128,7 +94,13 @@ def check_lora_config(lora_config: LoraConfig, model: nn.Module) -> None:
         # An empty list or dict asks for nothing, as the default does.
         if value != default and value:
             raise ValueError(f"`{option}={value!r}` is not supported: {reason}. Leave it at {default!r}.")
-    _check_variants(lora_config)
+    _refuse_variants(lora_config)
+    init = lora_config.init_lora_weights
+    if init is not True and init != "gaussian":
+        raise ValueError(
+            f"`init_lora_weights={init!r}` is not supported: members share their initial A, start from B = 0 and "
+            "leave the base weights alone. Use True or 'gaussian', or write factors with `write_member`."
+        )
     _check_targets(lora_config, model)
 
 
@@ -153,17 +125,6 @@ def check_ordinary_adapter(config: PeftConfig) -> None:
             "adapter."
         )
     _refuse_variants(config)
-
-
-def _check_variants(lora_config: LoraConfig) -> None:
-    """Refuses variants of LoRA, and every initialisation but PEFT's default and the Gaussian one."""
-    _refuse_variants(lora_config)
-    init = lora_config.init_lora_weights
-    if init is not True and init != "gaussian":
-        raise ValueError(
-            f"`init_lora_weights={init!r}` is not supported: members share their initial A, start from B = 0 and "
-            "leave the base weights alone. Use True or 'gaussian', or write factors with `write_member`."
-        )
 
 
 def _refuse_variants(lora_config: LoraConfig) -> None:

@@ -25,7 +25,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
-from .checks import check_is_base, check_lora_config, check_member_names, is_quantised
+from .checks import check_is_base, check_lora_config, is_quantised
 
 
 logger = logging.getLogger(__name__)
@@ -378,7 +378,6 @@ def add_members(
         `TypeError`: If `lora_config` is not a `LoraConfig`.
     """
     check_is_base(model)
-    check_member_names(names)
     check_lora_config(lora_config, model)
     if is_quantised(model):
         _keep_trainable(model)

@@ -376,14 +376,11 @@ def read_saved_step(directory: str | Path) -> int | None:
     """
     path, about = Path(directory, "adapter_model.safetensors"), Path(directory, MEMBER_FILE)
     try:
-        with safe_open(path, "np") as file:
-            # Early versions of this package wrote the step here. Opening the file also shows whether it was cut off.
-            mark = (file.metadata() or {}).get("populora_step")
+        with safe_open(path, "np"):  # opening it shows whether it was cut off
+            pass
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} cannot be read ({error}). Is it missing or cut off?") from error
-    if about.exists():
-        mark = read_json(about)["step"]
-    return None if mark is None else int(mark)
+    return int(read_json(about)["step"]) if about.exists() else None
 
 
 # Each member is optimised as if it trained alone: it has its own parameter group and gradient norm, and it stands
@@ -519,14 +516,10 @@ def _find_gradients(model: nn.Module, name: str) -> list[torch.Tensor]:
     if not is_zero_parameter(next(iter(parameters))):
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
     if hasattr(next(iter(parameters)), "ds_id"):
-        return [_find_stage3_gradient(parameter) for parameter in parameters]
+        return [p._z3_optimizer._get_fp32_grad_state_partition(p, release_swap_buffers=False)[0] for p in parameters]
     # A parameter without a mapping has no element in this rank's partition.
     owned = [parameter for parameter in parameters if parameter._hp_mapping is not None]
     return [parameter._hp_mapping.get_lp_grad_fragment(parameter._index_in_param_group) for parameter in owned]
-
-
-def _find_stage3_gradient(parameter: nn.Parameter) -> torch.Tensor:
-    return parameter._z3_optimizer._get_fp32_grad_state_partition(parameter, release_swap_buffers=False)[0]
 
 
 def _sum_squares(gradients: list[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -534,8 +527,9 @@ def _sum_squares(gradients: list[torch.Tensor], device: torch.device) -> torch.T
     if not gradients:
         return torch.zeros((), device=device)
     # One call computes the norms of all tensors. A loop would start kernels for each tensor. The norms are then moved
-    # to one device, because `device_map="auto"` may have spread the layers over several devices.
-    norms = torch.stack([norm.to(device, torch.float32) for norm in torch._foreach_norm(gradients)])
+    # to one device, because `device_map="auto"` may have spread the layers over several devices. The norms are in fp32,
+    # because those of fp16 gradients may be larger than fp16 can hold: ZeRO multiplies gradients by its loss scale.
+    norms = torch.stack([norm.to(device) for norm in torch._foreach_norm(gradients, dtype=torch.float32)])
     total = torch.linalg.vector_norm(norms.full_tensor() if isinstance(norms, DTensor) else norms)
     return total.square().to(device)
 

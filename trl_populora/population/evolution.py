@@ -301,23 +301,18 @@ class EvolutionCallback(TrainerCallback):
     ):
         self.breeding, self.population = breeding, population
         self.read, self.replace, self.note, self.log = read, replace, note, log
-        self._metrics = self._empty_metrics()
-
-    @staticmethod
-    def _empty_metrics() -> dict[str, float]:
-        # Every step logs all three, so a step without births has values, too.
-        return {"evolve/replaced": 0.0, "time/evolve": 0.0, "evolve/cosine": math.nan}
 
     def on_step_begin(self, args, state, control, **kwargs):
-        started = time.perf_counter()
-        self._metrics = self._empty_metrics()
-        step = state.global_step
-        every = self.breeding.evolve_every
+        started, step, every = time.perf_counter(), state.global_step, self.breeding.evolve_every
+        # Every step logs all three, so a step without births has values, too.
+        metrics = {"evolve/replaced": 0.0, "evolve/cosine": math.nan}
         if every and step and step % every == 0:
-            for event in self.evolve(step):
+            events = self.evolve(step)
+            for event in events:
                 self.note(event)
-        self._metrics["time/evolve"] = time.perf_counter() - started
-        self.log(self._metrics)
+            cosines = [event["cosine"][0] for event in events if event["cosine"][0] is not None]
+            metrics = {"evolve/replaced": float(len(events)), "evolve/cosine": fmean(cosines) if cosines else math.nan}
+        self.log(metrics | {"time/evolve": time.perf_counter() - started})
 
     def evolve(self, step: int) -> list[dict[str, Any]]:
         """
@@ -332,11 +327,7 @@ class EvolutionCallback(TrainerCallback):
         rng = random.Random(f"evolution {self.breeding.seed} {step}")
         births = plan_births(self.population, self.breeding, rng)
         check_agreement(self.population, births, step)
-        events = [self._give_birth(birth, step) for birth in births]
-        self._metrics["evolve/replaced"] = float(len(events))
-        cosines = [event["cosine"][0] for event in events if event["cosine"][0] is not None]
-        self._metrics["evolve/cosine"] = fmean(cosines) if cosines else math.nan
-        return events
+        return [self._give_birth(birth, step) for birth in births]
 
     def _give_birth(self, birth: Birth, step: int) -> dict[str, Any]:
         """Breeds one child, puts it in place, and returns its line of the lineage. Collective."""

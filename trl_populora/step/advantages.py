@@ -105,10 +105,14 @@ class Scorer:
 
     def score(self, played: Played) -> None:
         """Fills in a step's `worth`, `local_worth` and `plan` from its `rewards`. Collective."""
-        settings, rows = self.settings, len(played.rows)
+        settings, rows, device = self.settings, len(played.rows), played.rewards.device
         asked, answered = [len(row.completion.prompt_ids) for row in played.rows], played.count_tokens(self.ends)
-        num_tokens_R = gather(torch.tensor(answered, device=played.rewards.device))
-        played.worth = self._weigh(played, num_tokens_R)
+        members_R = torch.tensor([self.population[each["member"]].index for each in played.records], device=device)
+        num_tokens_R = gather(torch.tensor(answered, device=device))
+        rewards_R, advantages_R, flat = self._weigh_rewards(played, members_R)
+        advantages_R = broadcast(advantages_R)  # a user's own function may give other values on another rank
+        factors_R = compute_member_factors(members_R, num_tokens_R, settings.loss_type, self.rows_of_all)
+        played.worth = Worth(rewards_R, advantages_R, members_R, factors_R, flat)
         mine = played.local_worth = played.worth.part(slice(self.rank * rows, (self.rank + 1) * rows))
         # The plan leaves out rows of length 0. The factors have been computed before, with all rows. A row of which no
         # token counts has no KL term, either.
@@ -117,37 +121,13 @@ class Scorer:
             live = [counts and bool(a) for counts, a in zip(live, mine.advantages.tolist(), strict=True)]
         asked, answered = ([n * alive for n, alive in zip(ns, live, strict=True)] for ns in (asked, answered))
         columns = mine.members.tolist(), played.prompts, asked, answered
-        played.plan = []
+        played.plan, size = [], settings.per_device_train_batch_size
         for step_rows in self._deal_steps(rows):
-            parts = [[column[row] for row in step_rows] for column in columns]
-            packs = plan_micro_batches(
-                parts[0],
-                parts[1],
-                parts[2],
-                parts[3],
-                settings.teachers,
-                settings.per_device_train_batch_size,
-                self.sharing,
-            )
+            members, prompts, before, after = ([column[row] for row in step_rows] for column in columns)
+            packs = plan_micro_batches(members, prompts, before, after, settings.teachers, size, self.sharing)
             # TRL expects as many micro-batches as if every seat had a member. Empty ones make up the number.
             packs += [[] for _ in range(self.micro_batches_of_all - len(packs))]
             played.plan += [[[step_rows[row] for row in pack] for pack in batch] for batch in packs]
-
-    def _weigh(self, played: Played, num_tokens_R: torch.Tensor) -> Worth:
-        """
-        Computes the [`Worth`] of the rows of all ranks. `num_tokens_R` says of each row how many of its completion
-        tokens count in the loss.
-        """
-        device = num_tokens_R.device
-        members_R = torch.tensor([self.population[each["member"]].index for each in played.records], device=device)
-        rewards_R, advantages_R, flat = self._weigh_rewards(played, members_R)
-        return Worth(
-            rewards_R,
-            broadcast(advantages_R),  # a user's own function may give other values on another rank
-            members_R,
-            compute_member_factors(members_R, num_tokens_R, self.settings.loss_type, self.rows_of_all),
-            flat,
-        )
 
     def _weigh_rewards(self, played: Played, members_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
         """Computes rewards and advantages of the rows of all ranks, and the share of groups of equal rewards."""
@@ -181,19 +161,17 @@ def compute_step_advantages(
             [`estimate_advantages`].
         scaled: As in [`compute_advantages`]; a user's own function does not see it.
     """
-    kinds_R, groups_R = (_number([record[name] for record in records]) for name in ("kind", "group"))
-    advantages_R = torch.zeros_like(rewards_R)
-    # Each pass gives advantage 0 to the rows of the other role, because their reward is NaN in it. So the sum of both
-    # passes holds the advantages of both roles.
+    rewards, members = rewards_R.detach().cpu(), members_R.cpu()
+    kinds, groups = (_number([record[name] for record in records]) for name in ("kind", "group"))
+    advantages = torch.zeros_like(rewards)
     for role, baseline in baselines.items():
-        others_R = torch.tensor([record["role"] != role for record in records], device=rewards_R.device)
-        own_R = rewards_R.masked_fill(others_R, float("nan"))
-        columns = own_R, members_R, kinds_R, groups_R
+        own = torch.tensor([record["role"] == role for record in records])
+        columns = rewards[own], members[own], kinds[own], groups[own]
         if is_own(baseline):
-            advantages_R += estimate_advantages(baseline, f"{role}_baseline", *columns)
+            advantages[own] = estimate_advantages(baseline, f"{role}_baseline", *columns)
         else:
-            advantages_R += compute_advantages(*columns, baseline, scaled)
-    return advantages_R
+            advantages[own] = compute_advantages(*columns, baseline, scaled)
+    return advantages.to(rewards_R.device)
 
 
 def measure_flat_fraction(records: Sequence[Mapping[str, Any]], rewards_R: torch.Tensor) -> float:
@@ -239,7 +217,7 @@ def compute_advantages(
     Computes the advantages of the rows of one role.
 
     Args:
-        rewards_R: Rewards. Rows of the other role are NaN; their advantage is 0 and they count nowhere.
+        rewards_R: Reward of each row.
         members_R: Member index of each row.
         kinds_R: Kind of task of each row, as an integer.
         groups_R: Group of each row, as an integer: the attempts of one slot, or the proposals of one match.
@@ -291,39 +269,31 @@ def estimate_advantages(
     Args:
         path: The function, as `module:function`.
         option: The option that names the function, for errors.
-        rewards_R: Rewards. Rows of the other role are NaN; the function does not see them, and their advantage is 0.
-        members_R, kinds_R, groups_R: Member, kind of task and group of each row, as integers.
+        rewards_R: Reward of each row, on the CPU.
+        members_R, kinds_R, groups_R: Member, kind of task and group of each row, as integers, on the CPU.
 
     Raises:
         `RuntimeError`: If the function raises.
         `ValueError`: If there is no such function, or it does not give one finite number per row.
     """
-    # The user's function sees the rows of its role alone; the others keep advantage 0.
-    columns = [column.detach().cpu() for column in (rewards_R, members_R, kinds_R, groups_R)]
-    own_R = ~columns[0].isnan()
-    rewards, *others = (column[own_R] for column in columns)
-    given = find_function(path, option)(rewards.to(torch.float64), *others)
-    if not isinstance(given, torch.Tensor) or given.shape != rewards.shape:
+    given = find_function(path, option)(rewards_R.to(torch.float64), members_R, kinds_R, groups_R)
+    if not isinstance(given, torch.Tensor) or given.shape != rewards_R.shape:
         what = tuple(given.shape) if isinstance(given, torch.Tensor) else type(given).__name__
-        raise ValueError(f"`{option}={path}` must give a tensor of shape {tuple(rewards.shape)}, got {what}.")
+        raise ValueError(f"`{option}={path}` must give a tensor of shape {tuple(rewards_R.shape)}, got {what}.")
     if not given.isfinite().all():
         raise ValueError(f"`{option}={path}` must give finite advantages, got {given[~given.isfinite()][0].item()}.")
-    advantages = torch.zeros(own_R.shape, dtype=torch.float64)
-    advantages[own_R] = given.to(torch.float64)
-    return advantages.to(device=rewards_R.device, dtype=rewards_R.dtype)
+    return given.to(rewards_R)
 
 
 def _moments(values_R: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """
-    Computes for each row the mean, standard deviation and number n of the rows with the same id, each `[R]`. NaN rows
-    are left out. The deviation divides by n - 1, and is 0 if n is 1.
+    Computes for each row the mean, standard deviation and number n of the rows with the same id, each `[R]`. The
+    deviation divides by n - 1, and is 0 if n is 1.
     """
     _, numbers_R = torch.unique(ids, dim=0, return_inverse=True)
-    known_R = (~values_R.isnan()).to(values_R.dtype)
-    filled_R = values_R.nan_to_num(nan=0.0)
-    counts = _sums(known_R, numbers_R)
-    means = _sums(filled_R, numbers_R) / counts.clamp(min=1)
-    squares = _sums((filled_R - means[numbers_R]).square() * known_R, numbers_R)
+    counts = _sums(torch.ones_like(values_R), numbers_R)
+    means = _sums(values_R, numbers_R) / counts
+    squares = _sums((values_R - means[numbers_R]).square(), numbers_R)
     return means[numbers_R], (squares / (counts - 1).clamp(min=1)).sqrt()[numbers_R], counts[numbers_R]
 
 

@@ -286,13 +286,16 @@ def match_ranks(batches: Sequence[Batch], rows: int) -> tuple[list[Batch], dict[
     device = batches[0]["member"].device
     # One gather is enough, because every rank has the same number of micro-batches. For each micro-batch it gives the
     # largest number of rows on any rank, and the live rows and tokens of all ranks together.
-    sizes = [(len(b["member"]), count_live_rows([b]), int(b["completion_mask"].sum())) for b in batches]
+    layouts, lives = [read_layout(b) for b in batches], [int((b["pack"] >= 0).sum()) for b in batches]
+    sizes = [(len(b["member"]), n, sum(lay.completions)) for b, n, lay in zip(batches, lives, layouts, strict=True)]
     everywhere = gather(torch.tensor(sizes, device=device)[None])
     most, (live, tokens) = everywhere[..., 0].amax(0), everywhere[..., 1:].sum(0).unbind(1)
+    computed = sum(layout.used for layout in layouts)
+    tokens_of_rows = sum(sum(layout.prompts) + sum(layout.completions) for layout in layouts)
     shares = {
-        "batch/padding": measure_padding(batches),
-        "batch/live_rows": count_live_rows(batches) / rows,
-        "batch/shared_tokens": measure_shared(batches),
+        "batch/padding": 1 - computed / sum(layout.grid for layout in layouts),
+        "batch/live_rows": sum(lives) / rows,
+        "batch/shared_tokens": 1 - computed / max(1, tokens_of_rows),  # rows that share a prompt compute it once
     }
     means = reduce(torch.tensor([*shares.values()], device=device), "mean").tolist()
     even = [add_blank_rows(b, int(most[i])) | {"live": live[i], "tokens": tokens[i]} for i, b in enumerate(batches)]
@@ -341,23 +344,6 @@ def trim(batch: Batch, multiple: int = 1) -> Batch:
     kept = {key: batch[key][:, left:] for key in _PROMPT_COLUMNS}
     kept |= {key: batch[key][:, :right] for key in _COMPLETION_COLUMNS if key in batch and batch[key].shape[1] > 1}
     return batch | kept
-
-
-def measure_padding(batches: Sequence[Batch]) -> float:
-    """Measures which share of the tokens of all forwards is padding."""
-    layouts = [read_layout(batch) for batch in batches]
-    return 1 - sum(layout.used for layout in layouts) / sum(layout.grid for layout in layouts)
-
-
-def measure_shared(batches: Sequence[Batch]) -> float:
-    """Measures which share of the tokens of live rows is not computed, because rows share a prompt."""
-    tokens = sum(sum(map(sum, _lengths(batch))) for batch in batches)
-    return 1 - sum(read_layout(batch).used for batch in batches) / max(1, tokens)
-
-
-def count_live_rows(batches: Sequence[Batch]) -> int:
-    """Counts the live rows of all micro-batches."""
-    return sum(int((batch["pack"] >= 0).sum()) for batch in batches)
 
 
 # How the rows of a micro-batch enter the model.

@@ -180,19 +180,16 @@ def student_share(outcome: Outcome) -> float:
 @dataclass(frozen=True)
 class Rules:
     """
-    What a proposal and an attempt are worth. `play.py` calls `teacher_reward` and `student_share` once per outcome,
-    and `student_reward` once per answer.
+    What a proposal and an attempt are worth. `play.py` calls `teacher_reward` once per outcome, and `student_reward`
+    once per answer.
 
     Args:
         teacher_reward: Takes an [`Outcome`], returns what its teacher is paid; by default `"guarded"`.
         student_reward: Takes an [`Answer`], returns what its student is paid; Absolute Zero's rule by default.
-        student_share: Takes an [`Outcome`], returns the student's part of this proposal, in [0, 1]. The student's part
-            of a match's score is the mean over the match's proposals.
     """
 
     teacher_reward: TeacherReward = price_proposals()
     student_reward: StudentReward = price_attempts()
-    student_share: Callable[[Outcome], float] = student_share
 
 
 def choose_teacher_reward(name: str, invalid: float, unsolved: float) -> TeacherReward:
@@ -264,15 +261,3 @@ def count_guessed(mistakes: Iterable[str]) -> int:
     """Estimates the lucky hits: how often the second most common mistake was made, minus one, but at least 0."""
     _, second = ([count for _, count in Counter(mistakes).most_common(2)] + [0, 0])[:2]
     return max(0, second - 1)
-
-
-def estimate_chance(known: float, mistakes: Iterable[str], attempts: int) -> float:
-    """
-    Estimates the solve rate that guessing gives.
-
-    Args:
-        known: The estimate that needs no attempts, from the answer's form and from blind answers.
-        mistakes: One text per readable wrong answer: its value. Equal texts are the same mistake.
-        attempts: All attempts, right ones included.
-    """
-    return max(known, count_guessed(mistakes) / attempts)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from trl_populora.population.members import Population
 from trl_populora.population.ratings import Match, Matchmaker
-from trl_populora.step.pay import Answer, Outcome, Rules, estimate_chance
+from trl_populora.step.pay import Answer, Outcome, Rules, count_guessed, student_share
 from trl_populora.step.player import Completion, Messages, Player
 from trl_populora.step.referee import Referee, Written
 from trl_populora.step.rows import Metrics, Played, add_own_metrics, make_rows, measure_step
@@ -110,7 +110,7 @@ def play_step(game: Game, done: int, reward: Reward) -> Played:
         _fill(game, slots, rng)
         slots += _draw_replays(game, matches, rng) + _draw_given(game, matches, done)
         begun = Begun(game, slots, done)
-        _propose(game, begun)
+        begun.generate()
     # What was generated after the last proposal had ended are attempts.
     seconds["propose"], seconds["solve"] = seconds["propose"] - begun.seconds, begun.seconds
     with _time(seconds, "verify"):
@@ -154,14 +154,6 @@ def _open(game: Game, matches: Sequence[Match], done: int, rng: random.Random) -
             proposal = Sample(match.teacher, prompt)
             slots.append(Slot(match, kind.name, shown, len(drawn) - len(shown), proposal))
     return slots
-
-
-def _propose(game: Game, begun: Begun) -> None:
-    """Lets the teachers write, and students attempt what teachers have written, if the player can do both at once."""
-    if game.player.overlaps and begun.samples:
-        begun.generate()
-    else:
-        _complete(game, begun.samples)
 
 
 def _complete(game: Game, samples: Sequence[Sample], **options: Any) -> None:
@@ -255,7 +247,10 @@ class Begun:
         self._proposals, self._first, self._over = len(self.samples), dict[bytes, int](), 0.0
 
     def generate(self) -> None:
-        """Lets the members write proposals, and attempts at what turns out to be a task."""
+        """Lets teachers write, and students attempt what teachers have written, if the player can do both at once."""
+        if not (self.game.player.overlaps and self.samples):
+            _complete(self.game, self.samples)
+            return
         for place in range(self._proposals, len(self.slots)):
             self._pose(place, self.slots[place].task)
         _complete(self.game, self.samples, follow=self.follow)
@@ -384,7 +379,7 @@ def _conclude(game: Game, slot: Slot, chance: float) -> Outcome:
         True,
         solve_rate=slot.solve_rate,
         attempts=len(grades),
-        chance=estimate_chance(chance, mistakes, len(grades)),
+        chance=max(chance, count_guessed(mistakes) / len(grades)),
         rarity=game.features.rarity(slot.features),
         program=slot.task.program,
     )
@@ -398,7 +393,7 @@ def _price(game: Game, slots: Sequence[Slot], reward: Reward) -> Played:
     for slot in slots:
         if slot.proposal is not None and slot.outcome is not None:
             slot.proposal.pay = game.rules.teacher_reward(slot.outcome)
-            slot.share = game.rules.student_share(slot.outcome)
+            slot.share = student_share(slot.outcome)
         for attempt in slot.attempts:
             assert attempt.grade is not None, "attempts are graded before they are priced"
             answer = Answer(slot.task.kind, attempt.right, attempt.grade.attempt.well_formed)

@@ -42,12 +42,6 @@ class PromptRow:
     member: str
     prompt: str | Messages
     completion: Completion
-    role = "student"
-    kind = ""
-
-    def record(self) -> dict[str, Any]:
-        """Returns what the other ranks need to know of this row."""
-        return {"role": self.role, "member": self.member, "kind": self.kind}
 
 
 class PromptScorer(Scorer):
@@ -222,9 +216,7 @@ class MemberScores:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a state of `state_dict`."""
         self.trained, self.evaluated = dict(state["trained"]), dict(state["evaluated"])
-        # Checkpoints of earlier versions do not say who has learned. Then every member counts as having learned, so
-        # that none is reported as a member that never learned.
-        self.learned = dict(state.get("learned", dict.fromkeys(self.trained, True)))
+        self.learned = dict(state["learned"])
         self.step = int(state["step"])
         self._tables = []  # what was evaluated here until now was of other weights
 

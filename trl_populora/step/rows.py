@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -262,26 +262,13 @@ class Played:
         Returns plain data for a checkpoint. A resume needs it if the checkpoint was written before the last optimizer
         step on these rows.
         """
-        rows = [asdict(row) for row in self.rows]
-        return {"rows": rows, "records": self.records, "seconds": {**self.seconds}, "metrics": {**self.metrics}}
+        return {"rows": [asdict(row) for row in self.rows], "records": self.records}
 
     @classmethod
     def from_state(cls, state: dict[str, Any], row_class: type[Any] = Row) -> Played:
-        """
-        Makes an object of what `state_dict` returned. Row fields that this version does not know are left out.
-
-        Args:
-            state: What `state_dict` returned.
-            row_class: Class of the rows.
-        """
-        rows = [
-            row_class(
-                **{name: row[name] for name in row.keys() & row_class.__dataclass_fields__.keys()}
-                | {"completion": Completion(**row["completion"])}
-            )
-            for row in state["rows"]
-        ]
-        return cls(rows, state["records"], seconds=state["seconds"], metrics=state["metrics"])
+        """Makes an object of what `state_dict` returned, with rows of `row_class`."""
+        rows = [row_class(**row | {"completion": Completion(**row["completion"])}) for row in state["rows"]]
+        return cls(rows, state["records"])
 
 
 # Names of the arguments that TRL gives a reward function beside the columns.
@@ -383,18 +370,14 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else float("nan")
 
 
-def find_metrics(paths: Iterable[str]) -> list[Metrics]:
+def find_metric(path: str) -> Metrics:
     """
-    Finds a user's own metrics, `module:function`: each takes the records of a step and gives numbers by name.
+    Finds a user's own metric, `module:function`: it takes the records of a step and gives numbers by name.
 
     Raises:
-        `ValueError`: If there is no such function. Each function that is returned raises it, too, if the user's
+        `ValueError`: If there is no such function. The function that is returned raises it, too, if the user's
             function gives anything but numbers by name.
     """
-    return [_find_metric(path) for path in paths]
-
-
-def _find_metric(path: str) -> Metrics:
     ask = find_function(path, "own_metrics")
 
     def tell(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
