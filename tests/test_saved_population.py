@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -99,54 +98,3 @@ class TestReaders:
         for run in (extended / "checkpoint-2", early):
             (tmp_path / run.name).mkdir(exist_ok=True)
             read(run, tmp_path / run.name, base)
-
-
-class TestSettingsOfBefore:
-    """Before version 2 of the settings the pay that is now called `guarded` was called `paper`."""
-
-    @staticmethod
-    def save(root: Path, pay: str, **versions: int) -> Path:
-        root.mkdir()
-        (root / "population.json").write_text(
-            json.dumps({"format": 1, "settings": {"teacher_reward": pay}, **versions})
-        )
-        return root
-
-    def test_paper_of_before_is_guarded_and_one_line_says_so(self, tmp_path, caplog):
-        root = self.save(tmp_path / "old", "paper")
-        read = [read_population(root) for _ in range(3)]
-        assert [each["settings"]["teacher_reward"] for each in read] == ["guarded"] * 3
-        (told,) = caplog.messages
-        assert str(root / "population.json") in told
-        assert "is read as `guarded`" in told
-        assert read[0]["settings_version"] == 2, "what `push` writes again is not read so a second time"
-
-    @pytest.mark.parametrize(
-        ("pay", "versions"), [("paper", {"settings_version": 2}), ("rarity", {}), ("my_rules:pay", {})]
-    )
-    def test_all_else_is_read_as_it_stands(self, tmp_path, caplog, pay, versions):
-        saved = read_population(self.save(tmp_path / "run", pay, **versions))
-        assert (saved["settings"]["teacher_reward"], saved["settings_version"]) == (pay, 2)
-        assert caplog.messages == []
-
-    def test_a_file_without_settings_is_read_too(self, tmp_path):
-        (tmp_path / "population.json").write_text(json.dumps({"format": 1}))
-        assert "settings" not in read_population(tmp_path)
-
-    @pytest.mark.parametrize(
-        ("settings", "told"), [({}, None), ({"teacher_reward": "paper"}, "`teacher_reward` was 'guarded', is 'paper'")]
-    )
-    def test_a_checkpoint_of_before_goes_on_with_what_it_had(self, extended, base, tmp_path, caplog, settings, told):
-        copy = Path(shutil.copytree(extended / "checkpoint-2", tmp_path / "checkpoint-2"))
-        saved = json.loads((copy / "population.json").read_text())
-        assert saved.pop("settings_version") == 2
-        saved["settings"]["teacher_reward"] = "paper"
-        (copy / "population.json").write_text(json.dumps(saved))
-        whole = json.loads((copy / "whole.json").read_text())
-        whole["files"]["population.json"] = (copy / "population.json").stat().st_size
-        (copy / "whole.json").write_text(json.dumps(whole))
-        trainer = make_trainer(base, str(tmp_path / "run"), {"max_steps": 3, "save_strategy": "no"} | settings)
-        trainer.train(resume_from_checkpoint=str(copy))
-        assert sum("is read as `guarded`" in line for line in caplog.messages) == 1
-        changed = [line for line in caplog.messages if "other settings" in line and "teacher_reward" in line]
-        assert [told in line for line in changed] == [True] * bool(told)

@@ -11,9 +11,6 @@ from typing import Any
 
 
 FORMAT = 1  # version of the JSON files that this package writes and reads again
-# Version of the meaning of the settings in `population.json`. Files of version 1 do not say their version. Their pay
-# "paper" is what version 2 calls "guarded".
-SETTINGS_VERSION = 2
 
 # Fits names that end in one of these words. Names are compared in lower case, without `_` and `-`.
 _SECRET = re.compile(

@@ -20,7 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ logger = logging.getLogger(__name__)
 FEW_PARAMETERS = 10**9  # weights; a smaller base learns a format better from solved examples than from a description
 SHOTS = 3  # solved examples for such a base
 JOINING = ("learning_rate", "beta", "epsilon", "temperature")  # what a member that joins may have of its own
-TRL_RATE = next(each.default for each in fields(GRPOConfig) if each.name == "learning_rate")
+TRL_RATE = GRPOConfig.learning_rate
 
 
 def settle(args: Any, train_dataset: Any, peft_config: Any = None) -> PopuLoRAConfig:
@@ -601,16 +601,6 @@ def is_zero3(args: PopuLoRAConfig) -> bool:
 # What TRL's trainer is given.
 
 
-@dataclass(frozen=True)
-class TRLInputs:
-    """The datasets and reward functions for TRL's constructor, under the names of its arguments."""
-
-    reward_funcs: list
-    train_dataset: Dataset
-    eval_dataset: Dataset | dict[str, Dataset] | None
-    reward_processing_classes: list | None
-
-
 def check_reward_arguments(functions: Sequence[Any], tables: Mapping[str, Dataset]) -> None:
     """
     Checks tables of prompts, and that every reward function can be called with the columns of each table.
@@ -668,30 +658,48 @@ def replace_attributes(owner: Any, **values: Any) -> Iterator[None]:
         vars(owner).update(given)
 
 
-def make_game_inputs(args: PopuLoRAConfig, extra: Any, processors: Any, evaluates: bool) -> TRLInputs:
+def make_game_inputs(args: PopuLoRAConfig, extra: Any, processors: Any, evaluates: bool) -> dict[str, Any]:
     """
-    Makes what TRL's constructor gets in the game.
+    Makes arguments of TRL's constructor for the game, by name.
+
+    If `args.reward_weights` has one weight for each of the user's functions, two weights of 1 are put in front of
+    them, for the two built-in functions. TRL reads `args.reward_weights`.
 
     Args:
         args: Settings of the run.
-        extra: The user's reward functions.
-        processors: Tokenizers of the user's reward models.
+        extra: The user's reward functions: one, a list, or `None`.
+        processors: Tokenizers of the user's reward models: one, a list, or `None`.
         evaluates: Whether there are held-out tasks.
+
+    Raises:
+        `TypeError`: If a function cannot be called with the columns of rows.
     """
-    placeholder = make_placeholder_dataset(args)
-    return TRLInputs(
-        list_reward_functions(args, extra),
-        placeholder,
-        placeholder if evaluates else None,
-        _pad_processors(processors),
-    )
+    extra = [] if extra is None else extra if isinstance(extra, list) else [extra]
+    for function in extra:
+        if not isinstance(function, (str, PreTrainedModel)):
+            check_arguments(function, Row.COLUMNS)
+    # Any other number of weights is left to TRL. It refuses all but one weight per function, built-in ones included.
+    if args.reward_weights is not None and len(args.reward_weights) == len(extra):
+        args.reward_weights = [1.0, 1.0, *args.reward_weights]
+    if processors is not None:  # the two built-in rewards are functions and need none
+        processors = [None, None, *(processors if isinstance(processors, list) else [processors])]
+    # This dataset only drives TRL's loop; its rows are never read. It has as many rows as one generation batch has
+    # prompts, so TRL's epoch is a population step.
+    prompt = [{"role": "user", "content": "The rollout writes the prompts."}]
+    rows = Dataset.from_dict({"prompt": [prompt] * (args.rows_per_step // args.attempts_per_task)})
+    return {
+        "reward_funcs": [teacher_reward, student_reward, *extra],
+        "train_dataset": rows,
+        "eval_dataset": rows if evaluates else None,
+        "reward_processing_classes": processors,
+    }
 
 
 def make_prompt_inputs(
     args: PopuLoRAConfig, train_dataset: Dataset, eval_dataset: Any, reward_funcs: Any, processors: Any
-) -> TRLInputs:
+) -> dict[str, Any]:
     """
-    Checks the user's tables and reward functions, and makes what TRL's constructor gets in a dataset run.
+    Checks the user's tables and reward functions, and makes arguments of TRL's constructor for a dataset run, by name.
 
     Raises:
         `TypeError`: If a table or a reward function cannot be used.
@@ -722,12 +730,12 @@ def make_prompt_inputs(
             TRL_RATE,
         )
     seats = Population(args.teachers, args.students, seats=args.seats).adapters
-    return TRLInputs(
-        reward_funcs=list(functions),
-        train_dataset=expand_by_member(train_dataset, seats),
-        eval_dataset=expand_tables(eval_dataset, seats),
-        reward_processing_classes=processors,
-    )
+    return {
+        "reward_funcs": list(functions),
+        "train_dataset": expand_by_member(train_dataset, seats),
+        "eval_dataset": expand_tables(eval_dataset, seats),
+        "reward_processing_classes": processors,
+    }
 
 
 def expand_tables(tables: Any, seats: Sequence[str]) -> Any:
@@ -735,40 +743,6 @@ def expand_tables(tables: Any, seats: Sequence[str]) -> Any:
     if isinstance(tables, dict):
         return {name: expand_by_member(table, seats) for name, table in tables.items()}
     return None if tables is None else expand_by_member(tables, seats)
-
-
-def make_placeholder_dataset(args: PopuLoRAConfig) -> Dataset:
-    """
-    Makes a dataset that only drives TRL's loop; its rows are never read.
-
-    It has as many rows as one generation batch has prompts, so TRL's epoch is a population step.
-    """
-    prompt = [{"role": "user", "content": "The rollout writes the prompts."}]
-    return Dataset.from_dict({"prompt": [prompt] * (args.rows_per_step // args.attempts_per_task)})
-
-
-def list_reward_functions(args: PopuLoRAConfig, extra: Any) -> list:
-    """
-    Lists the reward functions in TRL's order: the two built in, then the user's.
-
-    If `args.reward_weights` has one weight for each of the user's functions, two weights of 1 are put in front of
-    them, for the two built-in functions. TRL reads `args.reward_weights`.
-
-    Args:
-        args: Settings of the run.
-        extra: The user's reward functions: one, a list, or `None`.
-
-    Raises:
-        `TypeError`: If a function cannot be called with the columns of rows.
-    """
-    extra = [] if extra is None else extra if isinstance(extra, list) else [extra]
-    for function in extra:
-        if not isinstance(function, (str, PreTrainedModel)):
-            check_arguments(function, Row.COLUMNS)
-    # Any other number of weights is left to TRL. It refuses all but one weight per function, built-in ones included.
-    if args.reward_weights is not None and len(args.reward_weights) == len(extra):
-        args.reward_weights = [1.0, 1.0, *args.reward_weights]
-    return [teacher_reward, student_reward, *extra]
 
 
 def check_reward_names(names: Sequence[str]) -> None:
@@ -783,13 +757,6 @@ def check_reward_names(names: Sequence[str]) -> None:
             f"Two reward functions are called {twice[0]!r}, so that their metrics would be mixed. Give one another "
             "name (`__name__`)."
         )
-
-
-def _pad_processors(given: Any) -> list | None:
-    """Lists the tokenizers of reward models in TRL's order. The two built-in rewards are functions and need none."""
-    if given is None:
-        return None
-    return [None, None, *(given if isinstance(given, list) else [given])]
 
 
 def choose_learning_rates(args: PopuLoRAConfig, population: Population) -> dict[str, float]:

@@ -226,7 +226,7 @@ class PopuLoRATrainer(HubTrainer):
             evaluates = parts.held_out is not None
             inputs = start.make_game_inputs(args, reward_funcs, reward_processing_classes, evaluates)
         self._prompts = None if parts is not None else identify_prompts(train_dataset)
-        self._converses = parts is not None or is_conversational(inputs.train_dataset[0])
+        self._converses = parts is not None or is_conversational(inputs["train_dataset"][0])
 
         if isinstance(model, str):
             start.warn_of_earlier_run(args)
@@ -249,7 +249,7 @@ class PopuLoRATrainer(HubTrainer):
         # `use_vllm` it would start an engine without adapters.
         hidden = start.replace_attributes(args, beta=0.0, model_init_kwargs=None, use_vllm=False)
         with hidden, directory.remove_folders_left_empty(args):
-            super().__init__(model=members, args=args, processing_class=tokenizer, callbacks=callbacks, **vars(inputs))
+            super().__init__(model=members, args=args, processing_class=tokenizer, callbacks=callbacks, **inputs)
         start.check_reward_names(self.reward_func_names)
         self._choose_generation(base)
         self._choose_update(base, plays=parts is not None)
@@ -550,13 +550,19 @@ class PopuLoRATrainer(HubTrainer):
             `RuntimeError`: Before training under DeepSpeed, whose engine does not exist yet.
         """
         was_closed = self._closed
-        if self.game is None:
-            try:
-                self._open()
+        try:
+            self._open()
+            if self.game is None:
                 return self._evaluate_prompts(eval_dataset, ignore_keys, metric_key_prefix)
-            finally:
-                if was_closed:
-                    self.close()
+            metrics = self._evaluate_tasks(self.game, eval_dataset, metric_key_prefix)
+        finally:
+            if was_closed:
+                self.close()
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def _evaluate_tasks(self, game: Game, eval_dataset: Any, prefix: str) -> dict[str, float]:
+        """Lets every student attempt the held-out tasks, and logs the metrics."""
         if self.is_deepspeed_enabled and self.model_wrapped is self.model:
             raise RuntimeError("Under DeepSpeed `evaluate` works from the start of training: set `eval_on_start`.")
         students, adapter = self.population.students, self.population.adapter
@@ -566,29 +572,22 @@ class PopuLoRATrainer(HubTrainer):
             if lora_members.adds_nothing(self.model_wrapped, adapter(each.name))
             and each.settings.get("temperature", self.temperature) == self.temperature  # the base's
         }
+        held_out = start.choose_held_out(eval_dataset, self.held_out, game.referee, game.player, self.args)
         # TRL's completion tables are for rows that train, so `log` writes none here. Outside of `pause_training`,
         # `log` would report training's metrics of this moment as the evaluation's, and clear them.
-        try:
-            self._open()
-            referee, player = self.game.referee, self.game.player
-            held_out = start.choose_held_out(eval_dataset, self.held_out, referee, player, self.args)
-            with pause_training(self.model), start.replace_attributes(self, log_completions=False):
-                metrics = held_out.measure(
-                    referee,
-                    player,
-                    students,
-                    prefix=metric_key_prefix,
-                    step=self._members_step,
-                    progress=not self.args.disable_tqdm,
-                    untrained=untrained,
-                )
-                if self.held_out is not None and not held_out.asks_the_same_as(self.held_out):
-                    metrics[f"{metric_key_prefix}_other_tasks"] = 1.0  # reports compare the run's own
-                self.log(metrics)
-        finally:
-            if was_closed:
-                self.close()
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        with pause_training(self.model), start.replace_attributes(self, log_completions=False):
+            metrics = held_out.measure(
+                game.referee,
+                game.player,
+                students,
+                prefix=prefix,
+                step=self._members_step,
+                progress=not self.args.disable_tqdm,
+                untrained=untrained,
+            )
+            if self.held_out is not None and not held_out.asks_the_same_as(self.held_out):
+                metrics[f"{prefix}_other_tasks"] = 1.0  # reports compare the run's own
+            self.log(metrics)
         return metrics
 
     def _evaluate_prompts(self, tables: Any, ignore_keys: list[str] | None, prefix: str) -> dict[str, float]:
@@ -643,15 +642,12 @@ class PopuLoRATrainer(HubTrainer):
         wanted = f"eval_{(self.args.metric_for_best_model or '').removeprefix('eval_')}"
         named: Any = self.eval_dataset if self.game is None else self.held_out and self.held_out.tables
         tables = [f"{name}_" if name else "" for name in named] if isinstance(named, dict) else [""]
-        names = ["reward_lead", "reward_lead_margin", "reward_best", "reward_worst"]
-        if self.game is not None:
-            names = ["gain_equal_effort"]
-        for seat in self.population.seats if self.game is None else ():
-            names += [
-                f"member/{seat}/{name}" for name in ("reward", *map("rewards/{}".format, self.reward_func_names))
-            ]
-        ours = {f"eval_{table}{name}" for table in tables for name in names}
-        if wanted not in metrics and wanted in ours:
+        names = ["gain_equal_effort"]
+        if self.game is None:
+            of_seat = ["reward", *map("rewards/{}".format, self.reward_func_names)]
+            names = ["reward_lead", "reward_lead_margin", "reward_best", "reward_worst"]
+            names += [f"member/{seat}/{name}" for seat in self.population.seats for name in of_seat]
+        if wanted not in metrics and wanted in {f"eval_{table}{name}" for table in tables for name in names}:
             return False
         return super()._determine_best_metric(metrics, trial)
 
@@ -1117,16 +1113,14 @@ class PopuLoRATrainer(HubTrainer):
         if self.accelerator.scaler is not None and not all(map(math.isfinite, norms.values())):
             lower = self._clipper.is_scale_in_doubt(norms)
             lora_members.step_in_spite_of_overflow(self.accelerator.scaler, self.optimizer.optimizer, lower)
-        seats = self.population.seats
-        self._log_values(
-            {f"member/{name}/grad_norm": norms.get(name, 0.0) if seats[name] else math.nan for name in seats}
-            if self.game is None
-            else {f"member/{name}/grad_norm": norms.get(name, 0.0) for name in self.population.adapters}
-        )
+        # Members without rows have norm 0; those that left have none. Of a game `learning_rate` is not logged here.
+        empty = {seat: math.nan for seat, member in self.population.seats.items() if member is None}
+        figures = {"grad_norm": dict.fromkeys(self.population.adapters, 0.0) | norms | empty}
         if self.game is None:
-            self._log_values(
-                {f"member/{name}/learning_rate": rate if seats[name] else math.nan for name, rate in rates.items()}
-            )
+            figures["learning_rate"] = rates | empty
+        self._log_values(
+            {f"member/{seat}/{name}": value for name, of in figures.items() for seat, value in of.items()}
+        )
         return torch.tensor(list(norms.values())).norm()
 
     def _get_grad_norm(self, model, grad_norm=None):

@@ -365,12 +365,15 @@ def _settings_of(saved: dict[str, Any], settings: dict[str, Any], proposing: boo
         proposing: Whether any population has teachers. Without them kinds need no methods for proposals.
     """
     first, on_cpu = saved["settings"], not torch.cuda.is_available()
-    theirs = {name: first[name] for name in ("references_per_proposal", "inputs_per_function")}
-    # Older `population.json` files lack some of these settings.
-    theirs |= {name: first[name] for name in ("max_completion_length",) if name in first} | read_sampling(first)
-    # If a population's file lacks one of these settings, the population was trained with the value given here.
-    asked = {"shots": 0, "reading": "strict", "prompt_texts": None}
-    theirs |= {name: first.get(name, before) for name, before in asked.items()}
+    asked = (
+        "references_per_proposal",
+        "inputs_per_function",
+        "max_completion_length",
+        "shots",
+        "reading",
+        "prompt_texts",
+    )
+    theirs = {name: first[name] for name in asked} | read_sampling(first)
     if first.get("teacher_reward") == "paper":  # other pays change no refusal, and nobody is paid here
         theirs["teacher_reward"] = "paper"
     return PopuLoRAConfig(
@@ -380,7 +383,7 @@ def _settings_of(saved: dict[str, Any], settings: dict[str, Any], proposing: boo
             "prompt_style": saved["prompt_style"],
             "model_init_kwargs": {
                 "dtype": "float32" if on_cpu else "bfloat16",
-                "revision": first.get("base_revision", "main"),
+                "revision": first["base_revision"],
                 "quantization_config": saved.get("base_quantization"),
             }
             | settings.get("model_init_kwargs", {}),

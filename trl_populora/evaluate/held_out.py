@@ -305,9 +305,8 @@ class HeldOut:
                 if key not in ("thinking_rate", "mean_length") and not key.startswith("solve_rate_")
             }
             self.efforts[name] = rate_efforts(_list_attempts(base))
-        if name in self.efforts:  # a checkpoint of an earlier version has the base's figures without its efforts
-            found = compare_efforts(rate_efforts(_list_attempts(tried)), self.efforts[name])
-            figures |= {"gain_equal_effort": found[0], "like_base": found[1]} if found else {"like_base": 0.0}
+        found = compare_efforts(rate_efforts(_list_attempts(tried)), self.efforts[name])
+        figures |= {"gain_equal_effort": found[0], "like_base": found[1]} if found else {"like_base": 0.0}
         return figures | self.base[name]
 
     def forget_rates(self) -> None:
@@ -331,17 +330,16 @@ class HeldOut:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` returned, for the tables whose tasks are still the same."""
-        asked = state.get("tasks")  # version 0.1 saved no digests: then all tables count as the same
-        same = [name for name, tasks in self.tables.items() if asked is None or asked.get(name) == _digest(tasks)]
+        same = [name for name, tasks in self.tables.items() if state["tasks"].get(name) == _digest(tasks)]
         if len(same) < len(self.tables):
             logger.warning(
                 "Some or all held-out tasks are not those of the checkpoint. The base is scored anew on each table "
                 "that differs; a `metric_for_best_model` goes on comparing with scores on the former tasks."
             )
         self.base = {name: figures for name, figures in state["base"].items() if name in same}
-        self.efforts = {name: efforts for name, efforts in state.get("efforts", {}).items() if name in same}
+        self.efforts = {name: efforts for name, efforts in state["efforts"].items() if name in same}
         self.rates = dict(state["rates"]) if next(iter(self.tables)) in same else {}
-        self.step = state.get("step")
+        self.step = state["step"]
 
 
 def _digest(tasks: Sequence[Task]) -> str:

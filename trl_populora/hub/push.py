@@ -214,8 +214,7 @@ def push_run(run: str | Path, repo: str, token: str | None = None, private: bool
     root = Path(run)
     population = read_population(root)
     check_one_moment(root, population)
-    # Early versions saved secrets in `population.json`. `read_population` leaves them out, so they are
-    # gone once the file is written again.
+    # `read_population` leaves secrets out, so they are gone once the file is written again.
     write_json(root / POPULATION_FILE, population)
     place_best_student(root)
     draw_for_card(root)

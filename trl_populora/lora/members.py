@@ -527,8 +527,8 @@ def _sum_squares(gradients: list[torch.Tensor], device: torch.device) -> torch.T
     if not gradients:
         return torch.zeros((), device=device)
     # One call computes the norms of all tensors. A loop would start kernels for each tensor. The norms are then moved
-    # to one device, because `device_map="auto"` may have spread the layers over several devices. The norms are in fp32,
-    # because those of fp16 gradients may be larger than fp16 can hold: ZeRO multiplies gradients by its loss scale.
+    # to one device, because `device_map="auto"` may have spread the layers over several devices. Norms are computed in
+    # fp32: those of fp16 gradients, which ZeRO multiplies by its loss scale, may be larger than fp16 can hold.
     norms = torch.stack([norm.to(device) for norm in torch._foreach_norm(gradients, dtype=torch.float32)])
     total = torch.linalg.vector_norm(norms.full_tensor() if isinstance(norms, DTensor) else norms)
     return total.square().to(device)

@@ -271,17 +271,14 @@ class _Alarms(TrainerCallback):
             self._warn(
                 args,
                 "Long completions count less",
-                "vLLM's samples had mean weights below %s in the last %d steps (now %.2f), so long completions hardly "
-                "count in the loss. Set `vllm_importance_sampling_mode=token_truncate`, which weighs each token by "
-                "itself, or let vLLM and the trainer compute in one precision.",
-                LEAST_WEIGHT,
-                STEPS,
-                weight,
+                f"vLLM's samples had mean weights below {LEAST_WEIGHT} in the last {STEPS} steps (now {weight:.2f}), "
+                "so long completions hardly count in the loss. Set `vllm_importance_sampling_mode=token_truncate`, "
+                "which weighs each token by itself, or let vLLM and the trainer compute in one precision.",
             )
 
-    def _warn(self, args: Any, title: str, text: str, *values: Any) -> None:
-        logger.warning(text, *values)
-        self.alert(args.report_to, title, text % values)
+    def _warn(self, args: Any, title: str, text: str) -> None:
+        logger.warning("%s", text)
+        self.alert(args.report_to, title, text)
 
     def _lasts(self, what: str, step: int, bad: bool, steps: int) -> bool:
         """Says whether the warning `what` is due: the last `steps` steps were all bad, and it was not given before."""
@@ -328,10 +325,9 @@ class PromptAlarms(_Alarms):
             self._warn(
                 args,
                 "Some members did not learn",
-                "%s did not learn: at each of their prompts all answers had the same reward, so no answer ever had an "
-                "advantage. Give prompts that are neither too easy nor too hard for them, or more answers to each "
-                "(`num_generations`).",
-                ", ".join(idle),
+                f"{', '.join(idle)} did not learn: at each of their prompts all answers had the same reward, so no "
+                "answer ever had an advantage. Give prompts that are neither too easy nor too hard for them, or more "
+                "answers to each (`num_generations`).",
             )
         # Some optimizer steps generate nothing: they train on rows of the last generation.
         if not state.is_world_process_zero or ANSWERED not in logs or "reward" not in logs:
@@ -341,21 +337,17 @@ class PromptAlarms(_Alarms):
             self._warn(
                 args,
                 "Members do not learn",
-                "At each prompt all answers of a member had the same reward in the last %d steps, so members do not "
-                "learn: the prompts are too easy or too hard for them (the mean reward is %.2f), or "
-                "`num_generations` is too small.",
-                STEPS,
-                logs["reward"],
+                f"At each prompt all answers of a member had the same reward in the last {STEPS} steps, so members do "
+                "not learn: the prompts are too easy or too hard for them (the mean reward is "
+                f"{logs['reward']:.2f}), or `num_generations` is too small.",
             )
         for name in self.functions:
             if self._lasts(name, step, logs.get(f"rewards/{name}/mean") is None, STEPS):
                 self._warn(
                     args,
                     "A reward function judges nothing",
-                    "The reward function %r gave no number for any completion in the last %d steps. Look at what it "
-                    "returns, or leave it out.",
-                    name,
-                    STEPS,
+                    f"The reward function {name!r} gave no number for any completion in the last {STEPS} steps. Look "
+                    "at what it returns, or leave it out.",
                 )
         self._warn_of_weights(args, step, logs)
 
@@ -391,23 +383,21 @@ class Alarms(_Alarms):
             self._warn(
                 args,
                 "No valid proposal",
-                "No proposal of step %d was valid, so teachers learn little. %s With `save_rollouts`, `rollouts/` "
-                "shows what they wrote; `populora try` shows which prompts a base can follow.",
-                step,
-                _name_reason(self.played()),
+                f"No proposal of step {step} was valid, so teachers learn little. {_name_reason(self.played())} With "
+                "`save_rollouts`, `rollouts/` shows what they wrote; `populora try` shows which prompts a base can "
+                "follow.",
             )
         # Other baselines compare an attempt with attempts at other tasks, too. So a group of equal rewards may teach.
         compared, rate = args.student_baseline == "group", logs.get("solve/rate", math.nan)
         if self._lasts("flat", step, compared and logs.get(FLAT) == 1, STEPS):
+            solved = f"{100 * rate:.0f} % of attempts at fresh tasks were right"
+            solved = "no fresh task had been attempted" if math.isnan(rate) else solved
             self._warn(
                 args,
                 "Students do not learn",
-                "All attempts at each task were worth the same in the last %d steps, so students do not learn: the "
-                "tasks are too easy or too hard for them (%s), or `attempts_per_task` is too small.",
-                STEPS,
-                "at the last log no fresh task had been attempted"
-                if math.isnan(rate)
-                else f"at the last log {100 * rate:.0f} % of attempts at fresh tasks were right",
+                f"All attempts at each task were worth the same in the last {STEPS} steps, so students do not learn: "
+                f"the tasks are too easy or too hard for them (at the last log {solved}), or `attempts_per_task` is "
+                "too small.",
             )
         self._warn_of_weights(args, step, logs)
 

@@ -136,11 +136,11 @@ def check_optimizer_state(checkpoint: str, accelerator: Accelerator) -> None:
         `ValueError`: If it has none, or that of another backend.
     """
     manifest, ours = read_json(Path(checkpoint, MANIFEST)), name_backend(accelerator)
-    saved = manifest.get("backend", ours)  # early versions did not write `backend`
-    if manifest.get("optimizer", True) and saved == ours:
+    saved = manifest["backend"]
+    if manifest["optimizer"] and saved == ours:
         return
     flaw = f"was saved under {saved}, and this run uses {ours} (one process counts as DDP). This run cannot read"
-    if not manifest.get("optimizer", True):
+    if not manifest["optimizer"]:
         flaw = "was saved with `save_only_model`: it lacks"
     raise ValueError(
         f"{checkpoint} {flaw} the state of optimizer and schedule. A new run with `warm_start={checkpoint!r}` begins "
@@ -469,18 +469,17 @@ def load_members(directory: str, model: torch.nn.Module, population: Population)
 def _read_membership(root: Path, population: Population) -> dict[str, Any] | None:
     """
     Reads which members a checkpoint has, because in a population without teachers members may have joined or left
-    since the run began. `None` for a population with teachers, and for checkpoints of early versions.
+    since the run began. `None` for a population with teachers.
     """
     if population.teachers:
         return None
-    state = read_json(root / "game.json").get("population", {})
-    seats = state.get("seats", len(population.adapters))
-    if seats != len(population.adapters):
+    state = read_json(root / "game.json")["population"]
+    if (seats := state["seats"]) != len(population.adapters):
         raise ValueError(
             f"{root / 'game.json'}: the run has {seats} seats, this trainer has {len(population.adapters)}. "
             "Resume with the saved `students` and `max_members`, or start a new run with `warm_start` to change them."
         )
-    return state if "seats" in state else None
+    return state
 
 
 def write_member_file(model: torch.nn.Module, name: str, path: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trl_populora.files import SETTINGS_VERSION, drop_secrets, is_file_name, read_json
+from trl_populora.files import drop_secrets, is_file_name, read_json
 
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,6 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
 
 
 POPULATION_FILE = "population.json"
-_RENAMED: set[Path] = set()  # files whose renamed setting was logged already
 CHAT_TEMPLATE = "chat_template.jinja"
 
 
@@ -103,9 +102,8 @@ def read_population(directory: str | Path) -> dict[str, Any]:
     Reads `population.json`, which [`~trl_populora.run.saved_population.describe`] has made.
 
     The file may come from a stranger on the Hub, and callers join a member's name and adapter to a directory. So names
-    that could lead out of it are refused, and adapters outside of `members/`. Secrets are left out, because early
-    versions saved them among the settings. A pay that was renamed since is read under its new name. A warning says so,
-    once per file.
+    that could lead out of it are refused, and adapters outside of `members/`. Secrets are left out, whoever wrote them
+    there.
 
     Raises:
         `ValueError`: If the file is missing, broken or of another format, if a member's name or adapter is not of the
@@ -118,18 +116,6 @@ def read_population(directory: str | Path) -> dict[str, Any]:
         raise ValueError(
             f"{path}: field `best_student` is {saved['best_student']!r}, and `members` lists {', '.join(names)}."
         )
-    settings = saved.get("settings")
-    if "settings_version" not in saved and isinstance(settings, dict) and settings.get("teacher_reward") == "paper":
-        settings["teacher_reward"] = "guarded"
-        if path not in _RENAMED:
-            _RENAMED.add(path)
-            logger.warning(
-                "In %s, `teacher_reward: paper` is read as `guarded`: when the file was saved, that pay was called "
-                "`paper`.",
-                path,
-            )
-    # `push` saves the returned settings. From here on they mean what this version's settings mean.
-    saved.setdefault("settings_version", SETTINGS_VERSION)
     return drop_secrets(saved)
 
 

@@ -26,7 +26,7 @@ from trl import GRPOConfig
 
 from trl_populora import __version__
 from trl_populora.evaluate.held_out import HeldOut
-from trl_populora.files import FORMAT, SETTINGS_VERSION, drop_secrets
+from trl_populora.files import FORMAT, drop_secrets
 from trl_populora.lora.convert import find_widest
 from trl_populora.lora.members import read_saved_step
 from trl_populora.population.members import Population
@@ -38,8 +38,6 @@ from trl_populora.tasks.archive import read_archive_step
 
 
 logger = logging.getLogger(__name__)
-
-_PATTERNS = ("rank_pattern", "alpha_pattern")  # early versions did not write them: a file without them has none
 
 # Fields of the base's configuration that decide whether an adapter fits.
 _BASE_FIELDS = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
@@ -72,7 +70,7 @@ UPDATE = (
     "use_vllm",
     "vllm_importance_sampling_correction",
 )
-_LORA_FIELDS = ("r", "lora_alpha", "use_rslora", "target_modules", *_PATTERNS)
+_LORA_FIELDS = ("r", "lora_alpha", "use_rslora", "target_modules", "rank_pattern", "alpha_pattern")
 _LAYER_FIELDS = ("layers_to_transform", "layers_pattern", "exclude_modules")  # saved where they are set
 
 _BEGINNINGS = {"init", "warm_start"}  # operators after which equal parents mean equal adapters
@@ -211,7 +209,7 @@ def describe(
         "members": members,
         "left": population.left,
         "settings": _collect_settings(args),
-        "settings_version": SETTINGS_VERSION,
+        "settings_version": 2,  # in version 1, which was never published, the pay `guarded` was called `paper`
         "versions": collect_versions(),
     }
 
@@ -283,7 +281,7 @@ def check_same_shape(root: Path, shape: Shape, members: Sequence[str] | None = N
     lora = dict.fromkeys(name for name in _LAYER_FIELDS if name in saved["lora"]) | shape.lora
     for group, live in (("base_config", shape.base_config), ("lora", lora)):
         for name, value in live.items():
-            if (found := saved[group].get(name, {} if name in _PATTERNS else None)) != value:
+            if (found := saved[group].get(name)) != value:
                 raise ValueError(
                     f"{path}: field `{group}.{name}` is {found!r}, this trainer has {value!r}. {ways_out[group]}."
                 )

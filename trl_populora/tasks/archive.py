@@ -362,7 +362,7 @@ def save_archive(archive: TaskArchive, path: str | Path, step: int | None = None
 
 def read_archive_step(path: str | Path) -> int | None:
     """
-    Reads at which optimizer step an archive was saved; `None` if the file does not say so, as in early versions.
+    Reads at which optimizer step an archive was saved; `None` if the file does not say so.
 
     Raises:
         `ValueError`: If the file is missing or broken.
