@@ -15,17 +15,12 @@ import json
 import random
 import resource
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-
-# The script runs from a checkout that is not installed, too.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from trl_populora.tasks.archive import NOTED, TaskArchive, load_archive, save_archive  # noqa: E402
-from trl_populora.tasks.kind import Task  # noqa: E402
+from trl_populora.tasks.archive import NOTED, TaskArchive, load_archive, save_archive
+from trl_populora.tasks.kind import Task
 
 
 PROGRAM = """def f(items, limit={a}):

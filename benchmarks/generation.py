@@ -14,32 +14,19 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from contextlib import nullcontext
-from pathlib import Path
 
+import torch
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-# The script runs from a checkout that is not installed, too.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import torch  # noqa: E402
-from peft import LoraConfig  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig  # noqa: E402
-
-from trl_populora.assets import real_seed_tasks, tiny_base_path  # noqa: E402
-from trl_populora.generate import transformers as decoding  # noqa: E402
-from trl_populora.generate.transformers import (  # noqa: E402
-    complete,
-    complete_whole,
-    group_queries,  # noqa: E402
-)
-from trl_populora.lora.layers import (
-    Router,  # noqa: E402
-    add_members,  # noqa: E402
-)
-from trl_populora.tasks.archive import load_seed_tasks  # noqa: E402
-from trl_populora.tasks.python.kinds import CodeO  # noqa: E402
+from trl_populora.assets import real_seed_tasks, tiny_base_path
+from trl_populora.generate import transformers as decoding
+from trl_populora.generate.transformers import complete, complete_whole, group_queries
+from trl_populora.lora.layers import Router, add_members
+from trl_populora.tasks.archive import load_seed_tasks
+from trl_populora.tasks.python.kinds import CodeO
 
 
 STUDENTS, ATTEMPTS = 4, 8

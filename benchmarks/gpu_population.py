@@ -29,12 +29,11 @@ from dataclasses import replace
 from pathlib import Path
 
 
-# The script runs from a checkout that is not installed, too.
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "recipes")]
+sys.path.insert(0, str(ROOT / "recipes"))
 
-import torch  # noqa: E402
-from budget import (  # noqa: E402
+import torch
+from budget import (
     DECODING_UTILIZATION,
     GIB,
     GPUS,
@@ -47,18 +46,14 @@ from budget import (  # noqa: E402
     memory,
     seconds,
 )
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, TrainerCallback  # noqa: E402
-from trl import TrlParser, get_quantization_config  # noqa: E402
-from vs_trl import graphs_up_to  # noqa: E402
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, TrainerCallback
+from trl import TrlParser, get_quantization_config
+from vs_trl import graphs_up_to
 
-from trl_populora.assets import tiny_base_path  # noqa: E402
-from trl_populora.cli import TrainArguments  # noqa: E402
-from trl_populora.config import (  # noqa: E402
-    MemberConfig,
-    PopuLoRAConfig,  # noqa: E402
-    member_lora,
-)
-from trl_populora.trainer import PopuLoRATrainer  # noqa: E402
+from trl_populora.assets import tiny_base_path
+from trl_populora.cli import TrainArguments
+from trl_populora.config import MemberConfig, PopuLoRAConfig, member_lora
+from trl_populora.trainer import PopuLoRATrainer
 
 
 CARDS = {"4090": "RTX-4090", "A100": "A100-80GB", "H100": "H100-80GB", "H200": "H200"}

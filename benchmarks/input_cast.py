@@ -20,22 +20,14 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
+import torch
+from joint_training import peak_resident_bytes
+from peft import LoraConfig, get_peft_model
+from peft.helpers import disable_input_dtype_casting
+from transformers import AutoModelForCausalLM
 
-# The script runs from a checkout that is not installed, too.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import torch  # noqa: E402
-from joint_training import peak_resident_bytes  # noqa: E402
-from peft import LoraConfig, get_peft_model  # noqa: E402
-from peft.helpers import disable_input_dtype_casting  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
-
-from trl_populora.lora.layers import (
-    Router,  # noqa: E402
-    add_members,  # noqa: E402
-)
+from trl_populora.lora.layers import Router, add_members
 
 
 SIDES = ("stock", "stock without the cast", "this package")

@@ -45,21 +45,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import Qwen2Config, Qwen2ForCausalLM
+from trl.trainer.utils import add_fused_lm_head
 
-# The script runs from a checkout that is not installed, too.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import torch  # noqa: E402
-from peft import LoraConfig, get_peft_model  # noqa: E402
-from transformers import Qwen2Config, Qwen2ForCausalLM  # noqa: E402
-from trl.trainer.utils import add_fused_lm_head  # noqa: E402
-
-from trl_populora.lora.layers import (
-    Router,  # noqa: E402
-    add_members,  # noqa: E402
-)
-from trl_populora.step import microbatch  # noqa: E402
-from trl_populora.step.microbatch import Sharing  # noqa: E402
+from trl_populora.lora.layers import Router, add_members
+from trl_populora.step import microbatch
+from trl_populora.step.microbatch import Sharing
 
 
 BYTES_PER_PARAMETER = 16  # fp32 weight, gradient, exp_avg, exp_avg_sq

@@ -30,23 +30,18 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
+import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-# The script runs from a checkout that is not installed, too.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import torch  # noqa: E402
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
-
-from trl_populora.assets import tiny_base_path  # noqa: E402
-from trl_populora.population.factors import Factors, compare, pair_factors  # noqa: E402
-from trl_populora.population.operators import CROSSOVERS, MUTATIONS  # noqa: E402
-from trl_populora.tasks import resolve_kind  # noqa: E402
-from trl_populora.tasks.archive import load_seed_tasks  # noqa: E402
-from trl_populora.tasks.python.prompts import fence, show_input, show_output  # noqa: E402
+from trl_populora.assets import tiny_base_path
+from trl_populora.population.factors import Factors, compare, pair_factors
+from trl_populora.population.operators import CROSSOVERS, MUTATIONS
+from trl_populora.tasks import resolve_kind
+from trl_populora.tasks.archive import load_seed_tasks
+from trl_populora.tasks.python.prompts import fence, show_input, show_output
 
 
 try:

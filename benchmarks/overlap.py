@@ -46,15 +46,15 @@ from pathlib import Path
 from typing import Any
 
 
-# The script runs from a checkout that is not installed, too.
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "recipes")]
+sys.path.insert(0, str(ROOT / "recipes"))
 
-from budget import GPUS, SHAPES, token_seconds  # noqa: E402
-from step_overhead import CLOCKS  # noqa: E402
-from vs_trl import LONG, draw_length  # noqa: E402
+from budget import GPUS, SHAPES, token_seconds
+from step_at_7b import rounded
+from step_overhead import CLOCKS
+from vs_trl import LONG, draw_length
 
-from trl_populora.step.play import play_step  # noqa: E402
+from trl_populora.step.play import play_step
 
 
 LENGTHS = Path(__file__).with_name("overlap_lengths.json")
@@ -270,6 +270,15 @@ class Replay:
         return name
 
 
+def summarise(turns: list[dict[str, tuple]]) -> dict[str, Any]:
+    """Sums up seconds and iterations of both ways, each turn of which is `{way: (seconds, iterations)}`."""
+    return {
+        "ratio": statistics.median(turn[WAYS[1]][0] / turn[WAYS[0]][0] for turn in turns),
+        "seconds": {way: statistics.median(turn[way][0] for turn in turns) for way in WAYS},
+        "iterations": {way: statistics.fmean(turn[way][1] for turn in turns) for way in WAYS},
+    }
+
+
 def measure(sizes: dict[int, list[list[Group]]], options: argparse.Namespace, rows: int) -> dict[int, dict[str, Any]]:
     """By size: seconds of both ways, their ratio, and iterations."""
     import torch
@@ -300,11 +309,7 @@ def measure(sizes: dict[int, list[list[Group]]], options: argparse.Namespace, ro
                 # Which way is first alternates, so that a machine that slows down favours neither.
                 order = WAYS if repeat % 2 == 0 else WAYS[::-1]
                 turns.append({way: replay.run(step, way == "overlapping") for way in order})
-            found[size] = {
-                "ratio": statistics.median(turn[WAYS[1]][0] / turn[WAYS[0]][0] for turn in turns),
-                "seconds": {way: statistics.median(turn[way][0] for turn in turns) for way in WAYS},
-                "iterations": {way: statistics.fmean(turn[way][1] for turn in turns) for way in WAYS},
-            }
+            found[size] = summarise(turns)
         generation.close()
         generation.end()
     return found
@@ -365,11 +370,7 @@ def measure_steps(options: argparse.Namespace) -> dict[int, dict[str, Any]]:
                 order = WAYS if repeat % 2 == 0 else WAYS[::-1]
                 turns.append({way: play(size, repeat + 1, way) for way in order})
             turns = turns[1:]
-            found[size] = {
-                "ratio": statistics.median(turn[WAYS[1]][0] / turn[WAYS[0]][0] for turn in turns),
-                "seconds": {way: statistics.median(turn[way][0] for turn in turns) for way in WAYS},
-                "iterations": {way: statistics.fmean(turn[way][1] for turn in turns) for way in WAYS},
-            }
+            found[size] = summarise(turns)
         trainer.close()
         trainer.vllm_generation.end()
     return found
@@ -405,12 +406,6 @@ def print_measured(measured: dict[int, dict[str, Any]], what: str, clock: str) -
     for size, row in measured.items():
         first, second = (f"{row['seconds'][way]:.2f}; {row['iterations'][way]:.0f}" for way in WAYS)
         print(f"{'':44}{size:>10}{first:>12}{second:>13}{row['ratio']:>8.3f}")
-
-
-def rounded(found: Any) -> Any:
-    if isinstance(found, dict):
-        return {name: rounded(value) for name, value in found.items()}
-    return round(found, 4) if isinstance(found, float) else found
 
 
 def main() -> None:

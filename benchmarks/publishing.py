@@ -20,29 +20,20 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 
+import torch
+from accelerate import Accelerator
+from peft import LoraConfig
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
-# The script runs from a checkout that is not installed, too.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import torch  # noqa: E402
-from accelerate import Accelerator  # noqa: E402
-from peft import LoraConfig  # noqa: E402
-from transformers import Qwen2Config, Qwen2ForCausalLM  # noqa: E402
-
-from trl_populora.generate.publish import SHARED_MEMORY, AdapterShelf, Published  # noqa: E402
-from trl_populora.generate.vllm import PopulationGeneration  # noqa: E402
-from trl_populora.lora.convert import fold  # noqa: E402
-from trl_populora.lora.layers import (
-    Router,  # noqa: E402
-    add_members,  # noqa: E402
-)
-from trl_populora.lora.members import member_parameters, read_member, save_member  # noqa: E402
+from trl_populora.generate.publish import SHARED_MEMORY, AdapterShelf, Published
+from trl_populora.generate.vllm import PopulationGeneration
+from trl_populora.lora.convert import fold
+from trl_populora.lora.layers import Router, add_members
+from trl_populora.lora.members import member_parameters, read_member, save_member
 
 
 MEMBERS = 8

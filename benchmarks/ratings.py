@@ -26,11 +26,9 @@ import copy
 import json
 import math
 import random
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import NormalDist, fmean
 
 import numpy as np
@@ -38,15 +36,11 @@ from scipy.optimize import linear_sum_assignment
 from scipy.special import ndtr
 from scipy.stats import rankdata
 
-
-# The script runs from a checkout that is not installed, too.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from trl_populora.config import PopuLoRAConfig  # noqa: E402
-from trl_populora.population.evolution import Breeding, plan_births, rate_newborn  # noqa: E402
-from trl_populora.population.members import PRIOR_MU, PRIOR_SIGMA, ROLES, Member, Population  # noqa: E402
-from trl_populora.population.ratings import BETA, Match, Matchmaker  # noqa: E402
-from trl_populora.step.pay import Outcome, student_share  # noqa: E402
+from trl_populora.config import PopuLoRAConfig
+from trl_populora.population.evolution import Breeding, plan_births, rate_newborn
+from trl_populora.population.members import PRIOR_MU, PRIOR_SIGMA, ROLES, Member, Population
+from trl_populora.population.ratings import BETA, Match, Matchmaker
+from trl_populora.step.pay import Outcome, student_share
 
 
 MEMBERS = 4  # of each role

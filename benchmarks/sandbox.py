@@ -30,9 +30,6 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from trl_populora.sandbox import Job, Limits, Sandbox
 from trl_populora.sandbox.values import decode, encode
 
@@ -88,31 +85,8 @@ def _guarded(source: str, inputs: list[tuple], verdict, limit: float) -> None:
     import shutil
 
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-        for name in (
-            "kill",
-            "system",
-            "putenv",
-            "remove",
-            "removedirs",
-            "rmdir",
-            "fchdir",
-            "setuid",
-            "fork",
-            "forkpty",
-        ):
-            setattr(os, name, None)
-        for name in (
-            "killpg",
-            "rename",
-            "renames",
-            "truncate",
-            "replace",
-            "unlink",
-            "fchmod",
-            "fchown",
-            "chmod",
-            "chown",
-        ):
+        names = "kill system putenv remove removedirs rmdir fchdir setuid fork forkpty killpg rename renames truncate"
+        for name in f"{names} replace unlink fchmod fchown chmod chown".split():
             setattr(os, name, None)
         shutil.rmtree = shutil.move = shutil.chown = subprocess.Popen = builtins.quit = None
         try:

@@ -31,18 +31,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
+from step_overhead import PHASES, CpuClock, FixedLengthTrainer, Recorder, make_trainer
 
-# The script runs from a checkout that is not installed, too.
+from trl_populora import trainer as populora_trainer
+from trl_populora.population import evolution
+from trl_populora.step import play as step_play
+
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from step_overhead import PHASES, CpuClock, FixedLengthTrainer, Recorder, make_trainer  # noqa: E402
-
-from trl_populora import trainer as populora_trainer  # noqa: E402
-from trl_populora.population import evolution  # noqa: E402
-from trl_populora.step import play as step_play  # noqa: E402
-
-
 PAIRS = 2  # teachers, and students, where members do not grow
 ATTEMPTS = 3
 LEFT_OUT = ("tokens", "valid")

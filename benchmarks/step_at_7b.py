@@ -45,19 +45,18 @@ from types import SimpleNamespace
 from typing import Any
 
 
-# The script runs from a checkout that is not installed, too.
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "recipes")]
+sys.path.insert(0, str(ROOT / "recipes"))
 
-import psutil  # noqa: E402
-import torch  # noqa: E402
-from budget import DECODING_UTILIZATION, GIB, SHAPES, Gpu, Rows, Shape, levers, token_seconds  # noqa: E402
-from gpu_population import SMALL, Watch, by_tokens, card, make_base, mean  # noqa: E402
-from step_overhead import CLOCKS  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback  # noqa: E402
-from vs_trl import LONG, PAIRS, PHASES, Ours, Step, Theirs, choose_engines, draw_length  # noqa: E402
+import psutil
+import torch
+from budget import DECODING_UTILIZATION, GIB, SHAPES, Gpu, Rows, Shape, levers, token_seconds
+from gpu_population import SMALL, Watch, by_tokens, card, make_base, mean
+from step_overhead import CLOCKS
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from vs_trl import LONG, PAIRS, PHASES, Ours, Step, Theirs, choose_engines, draw_length
 
-from trl_populora.step.player import Completion  # noqa: E402
+from trl_populora.step.player import Completion
 
 
 @dataclass(frozen=True)

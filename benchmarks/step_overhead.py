@@ -25,27 +25,21 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 import time
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
+import torch
+from peft import LoraConfig
+from transformers import TrainerCallback
 
-# The script runs from a checkout that is not installed, too.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import psutil  # noqa: E402
-import torch  # noqa: E402
-from peft import LoraConfig  # noqa: E402
-from transformers import TrainerCallback  # noqa: E402
-
-from trl_populora import trainer as populora_trainer  # noqa: E402
-from trl_populora.config import PopuLoRAConfig  # noqa: E402
-from trl_populora.population import evolution  # noqa: E402
-from trl_populora.step import play as step_play  # noqa: E402
-from trl_populora.trainer import PopuLoRATrainer  # noqa: E402
+from trl_populora import trainer as populora_trainer
+from trl_populora.config import PopuLoRAConfig
+from trl_populora.population import evolution
+from trl_populora.step import play as step_play
+from trl_populora.trainer import PopuLoRATrainer
 
 
 PAIRS = 4  # teachers, and students

@@ -30,30 +30,24 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from difflib import SequenceMatcher
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import torch
+from datasets import Dataset
+from step_overhead import CLOCKS
+from trl import GRPOConfig, GRPOTrainer
+from vs_trl import COMMON, Memory, choose_engines, lora
 
-# The script runs from a checkout that is not installed, too.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import torch  # noqa: E402
-from datasets import Dataset  # noqa: E402
-from step_overhead import CLOCKS  # noqa: E402
-from trl import GRPOConfig, GRPOTrainer  # noqa: E402
-from vs_trl import COMMON, Memory, choose_engines, lora, save_cut  # noqa: E402
-
-from trl_populora.assets import real_seed_tasks, resolve_model_path  # noqa: E402
-from trl_populora.config import PopuLoRAConfig  # noqa: E402
-from trl_populora.tasks import load_seed_tasks  # noqa: E402
-from trl_populora.tasks.kind import Task  # noqa: E402
-from trl_populora.tasks.python.kinds import CodeO  # noqa: E402
-from trl_populora.trainer import PopuLoRATrainer  # noqa: E402
+from trl_populora.assets import real_seed_tasks, resolve_model_path
+from trl_populora.config import PopuLoRAConfig
+from trl_populora.tasks import load_seed_tasks
+from trl_populora.tasks.kind import Task
+from trl_populora.tasks.python.kinds import CodeO
+from trl_populora.trainer import PopuLoRATrainer
 
 
 RATES = (1e-6, 2e-6, 3e-6, 4e-6, 5e-6, 6e-6, 8e-6, 1e-5)
@@ -195,8 +189,6 @@ def choose_settings(options: argparse.Namespace) -> dict[str, Any]:
 def run(options: argparse.Namespace, clock: Any, directory: str) -> tuple[Meter, Meter]:
     """All runs of both sides, in turn."""
     path = resolve_model_path(options.model or "tiny")
-    if options.layers:
-        path = save_cut(path, options.dtype if options.model else "float32", options.layers, f"{directory}/base")
     table = pose(
         load_seed_tasks(real_seed_tasks() if options.model else None), "turns" if options.model else "compact"
     )
@@ -257,7 +249,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200, help="most tokens of a completion")
     parser.add_argument("--small", action="store_true", help="few and short rows")
     parser.add_argument("--model", help="name or directory of a base, in place of the embedded one")
-    parser.add_argument("--layers", type=int, help="of the base")
     text = "`right` for the embedded base, which knows the tasks, else `similar`"
     parser.add_argument("--reward", choices=REWARDS, help=text)
     types = ("bfloat16", "float32")

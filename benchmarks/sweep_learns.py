@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -33,18 +32,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from sweep import pose, right
+from vs_trl import COMMON, lora
 
-# The script runs from a checkout that is not installed, too.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from sweep import pose, right  # noqa: E402
-from vs_trl import COMMON, lora  # noqa: E402
-
-from trl_populora.assets import tiny_eval_tasks  # noqa: E402
-from trl_populora.config import PopuLoRAConfig  # noqa: E402
-from trl_populora.evaluate.intervals import measure_mean  # noqa: E402
-from trl_populora.tasks import load_seed_tasks  # noqa: E402
-from trl_populora.trainer import PopuLoRATrainer  # noqa: E402
+from trl_populora.assets import tiny_eval_tasks
+from trl_populora.config import PopuLoRAConfig
+from trl_populora.evaluate.intervals import measure_mean
+from trl_populora.tasks import load_seed_tasks
+from trl_populora.trainer import PopuLoRATrainer
 
 
 BASE = "base"

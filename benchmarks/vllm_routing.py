@@ -19,18 +19,24 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "recipes"))
 
 import torch
 from accelerate import Accelerator
+from budget import SHAPES
+from gpu_population import make_base
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM
 from trl.generation.vllm_generation import VLLMGeneration
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -46,33 +52,6 @@ MEMBERS, ROWS_PER_MEMBER = 8, 8
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL_DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32  # vLLM's GPU kernels know no fp32 adapters
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-
-
-def make_half_billion(directory: str) -> str:
-    """Saves a model with the shapes of Qwen2.5-0.5B and random weights, bf16."""
-    config = Qwen2Config(
-        vocab_size=151936,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        dtype="bfloat16",
-    )
-    with torch.device("meta"):
-        model = Qwen2ForCausalLM(config).to(torch.bfloat16)
-    model.to_empty(device="cpu")
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.02)
-    model.tie_weights()
-    model.save_pretrained(directory)
-    tokenizer = tiny_base_path()
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        with open(os.path.join(tokenizer, name)) as source, open(os.path.join(directory, name), "w") as target:
-            target.write(source.read())
-    return directory
 
 
 def make_generation(
@@ -236,7 +215,8 @@ def main() -> None:
         rates = measure_generation(clock, small, dtype, repeats, options.rank, options.tokens, directory)
         bases = {"small": (small, dtype)}
         if not options.quick:
-            bases["0.5B"] = (make_half_billion(os.path.join(directory, "half")), torch.bfloat16)
+            shape = SHAPES["Qwen/Qwen2.5-0.5B-Instruct"]
+            bases["0.5B"] = (make_base(shape, Path(directory, "half"), "cpu", torch.bfloat16), torch.bfloat16)
         publishing = {}
         for size, (base, dtype) in bases.items():
             publishing[size] = measure_publishing(clock, base, options.rank, dtype, publishings, directory)

@@ -16,10 +16,9 @@ go on sampling like the base and as long completions on either side; `live_rows`
 run. `peak_memory_ratio` is of what the process holds beyond what it held before a side's steps.
 
 `--model` takes a directory of a base that plays without further training, as `populora export` merges one; both sides
-compute in bf16. `--layers 6` keeps the first six layers, enough to walk through. With `--vllm` each side generates
-with an engine of its own in this process: ours serves one LoRA per request and is sent adapters, TRL's is sent the
-merged weights at every step (`publish`). On a CPU both compute in fp32 then and without oneDNN's packed
-weights, which TRL could not replace; on a GPU neither engine compiles anything.
+compute in bf16. With `--vllm` each side generates with an engine of its own in this process: ours serves one LoRA per
+request and is sent adapters, TRL's is sent the merged weights at every step (`publish`). On a CPU both compute in fp32
+then and without oneDNN's packed weights, which TRL could not replace; on a GPU neither engine compiles anything.
 
 *The update alone at 7B-like proportions.* A random Qwen3 of `--width`, prompts of 700 tokens, completions of 50 to
 2048 with a long tail (lognormal, median 250), groups of 8 attempts; a share `--live` of the groups and proposals, as
@@ -41,38 +40,32 @@ import json
 import os
 import random
 import statistics
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from step_overhead import CLOCKS
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+from trl.generation import vllm_generation
 
-# The script runs from a checkout that is not installed, too.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import psutil  # noqa: E402
-import torch  # noqa: E402
-from datasets import Dataset  # noqa: E402
-from peft import LoraConfig, get_peft_model  # noqa: E402
-from step_overhead import CLOCKS  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, TrainerCallback  # noqa: E402
-from trl import GRPOConfig, GRPOTrainer  # noqa: E402
-from trl.generation import vllm_generation  # noqa: E402
-
-from trl_populora import trainer as populora_trainer  # noqa: E402
-from trl_populora.assets import resolve_model_path  # noqa: E402
-from trl_populora.config import PopuLoRAConfig  # noqa: E402
-from trl_populora.generate.vllm import list_graph_sizes  # noqa: E402
-from trl_populora.step import play as step_play  # noqa: E402
-from trl_populora.step.pay import Answer, Outcome, Rules  # noqa: E402
-from trl_populora.step.player import Completion  # noqa: E402
-from trl_populora.step.rows import Played, Row  # noqa: E402
-from trl_populora.trainer import PopuLoRATrainer  # noqa: E402
+from trl_populora import trainer as populora_trainer
+from trl_populora.assets import resolve_model_path
+from trl_populora.config import PopuLoRAConfig
+from trl_populora.generate.vllm import list_graph_sizes
+from trl_populora.step import play as step_play
+from trl_populora.step.pay import Answer, Outcome, Rules
+from trl_populora.step.player import Completion
+from trl_populora.step.rows import Played, Row
+from trl_populora.trainer import PopuLoRATrainer
 
 
 PAIRS = 4  # teachers, and students, unless an option says otherwise
@@ -308,20 +301,11 @@ def choose_engines(gpu: bool, rows: int) -> dict[str, Any]:
     return {"vllm_engine_kwargs": arguments}
 
 
-def save_cut(path: str, dtype: str, layers: int, directory: str) -> str:
-    """The directory of a base with the first layers alone."""
-    AutoModelForCausalLM.from_pretrained(path, dtype=dtype, num_hidden_layers=layers).save_pretrained(directory)
-    AutoTokenizer.from_pretrained(path).save_pretrained(directory)
-    return directory
-
-
 def whole_steps(options: argparse.Namespace, clock, directory: str) -> tuple[dict, dict, float, float]:
     """Median seconds by phase of ours and of TRL's, the share of live rows, and the ratio of peak memory."""
     settings = {"attempts_per_task": 8, "per_device_train_batch_size": 16, "max_completion_length": 200}
     dtype = options.dtype if options.model else "float32"
     path = resolve_model_path(options.model or "tiny")
-    if options.layers:
-        path = save_cut(path, dtype, options.layers, f"{directory}/base")
     if options.model:
         settings["per_device_train_batch_size"] = 8
     if options.small:
@@ -488,7 +472,6 @@ def main() -> None:
     parser.add_argument("--live", type=float, default=0.54, help="share of live rows in the second part")
     parser.add_argument("--small", action="store_true", help="few and short rows")
     parser.add_argument("--model", help="directory of a base for the first part, in place of the embedded one")
-    parser.add_argument("--layers", type=int, help="of the model, in the first part")
     types = ("bfloat16", "float32")
     parser.add_argument("--dtype", choices=types, default=types[0], help="of the model; some CPUs are slow in bf16")
     parser.add_argument("--pairs", type=int, default=PAIRS, help="teachers, and students, in the first part")

@@ -15,6 +15,8 @@ shows its prompts and gives its parsers what models might write.
 
 from __future__ import annotations
 
+import ast
+import operator
 import random
 import re
 from collections.abc import Iterator, Sequence
@@ -28,7 +30,7 @@ MAX_NUMBER = 99
 
 # Five numbers at most: reachable targets are found by trying everything, and for five that takes some milliseconds.
 PROPOSAL = re.compile(r"numbers: (\d{1,2}(?: \d{1,2}){1,4})\ntarget: (\d{1,4})\s*")
-TOKEN = re.compile(r"\s*(\d{1,4}|[-+*()])")
+OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 
 
 class Arithmetic(TaskKind):
@@ -135,48 +137,20 @@ def evaluate(text: str) -> tuple[int, list[int]]:
     Raises:
         ValueError: If the text is anything else.
     """
-    if len(text) > 100:
-        raise ValueError("too long")
-    tokens, end = [], 0
-    while end < len(text.rstrip()):
-        match = TOKEN.match(text, end)
-        if match is None:
-            raise ValueError(f"unexpected {text[end]!r}")
-        tokens.append(match[1])
-        end = match.end()
+    if len(text) > 100 or not re.fullmatch(r"[-+*()0-9\s]+", text):
+        raise ValueError("too long, or more than numbers, +, -, * and parentheses")
     used: list[int] = []
-    value = _sum(tokens, used)
-    if tokens:
-        raise ValueError(f"unexpected {tokens[0]!r}")
-    return value, used
 
+    def value(node: ast.expr) -> int:
+        match node:
+            case ast.BinOp(op=ast.Add() | ast.Sub() | ast.Mult()):
+                return OPERATIONS[type(node.op)](value(node.left), value(node.right))
+            case ast.Constant():
+                used.append(node.value)
+                return node.value
+        raise ValueError("no expression of numbers with +, - and *")
 
-def _sum(tokens: list[str], used: list[int]) -> int:
-    value = _product(tokens, used)
-    while tokens and tokens[0] in "+-":
-        sign = 1 if tokens.pop(0) == "+" else -1
-        value += sign * _product(tokens, used)
-    return value
-
-
-def _product(tokens: list[str], used: list[int]) -> int:
-    value = _atom(tokens, used)
-    while tokens and tokens[0] == "*":
-        tokens.pop(0)
-        value *= _atom(tokens, used)
-    return value
-
-
-def _atom(tokens: list[str], used: list[int]) -> int:
-    if not tokens:
-        raise ValueError("unexpected end")
-    token = tokens.pop(0)
-    if token.isdigit():
-        used.append(int(token))
-        return int(token)
-    if token != "(":
-        raise ValueError(f"unexpected {token!r}")
-    value = _sum(tokens, used)
-    if not tokens or tokens.pop(0) != ")":
-        raise ValueError("missing )")
-    return value
+    try:
+        return value(ast.parse(" ".join(text.split()), mode="eval").body), used
+    except SyntaxError as error:
+        raise ValueError(error.msg) from error

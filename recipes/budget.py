@@ -30,7 +30,7 @@ from pathlib import Path
 
 import torch
 import yaml
-from budget_nodes import Nodes, print_nodes
+from budget_nodes import CHARS_PER_TOKEN, Nodes, print_nodes
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 from trl import ModelConfig, TrlParser
 
@@ -49,7 +49,6 @@ from trl_populora.tasks.script import PromptArguments
 GIB = 2**30
 
 # Assumed.
-CHARS_PER_TOKEN = 3.0  # Python source under Qwen's tokenizer; every digit is a token of its own
 RESERVE = 2.0 * GIB  # CUDA context, NCCL, allocator
 GRAPHS = 1.0 * GIB  # vLLM's CUDA graphs
 TRAINING_UTILIZATION = 0.35  # of peak FLOP/s; 0.47 was measured on an H200 with 16,384 tokens in a forward of 7B
@@ -259,10 +258,6 @@ class Budget:
     def engine_fits(self) -> bool:
         """Whether the engine has room for a cache; without vLLM it needs none."""
         return self.cache_tokens > 0 or not self.engine
-
-    @property
-    def fits(self) -> bool:
-        return self.moment_fits and self.engine_fits
 
 
 def is_dataset_run(args: PopuLoRAConfig) -> bool:

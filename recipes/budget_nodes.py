@@ -7,14 +7,18 @@ what processes cost beside each other.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from trl_populora.config import PopuLoRAConfig
 
 
+if TYPE_CHECKING:
+    from budget import Rows
+
+
 # Assumed.
 NETWORK = 25e9  # bytes/s in and out of a node: InfiniBand of 200 Gb/s
-CHARS_PER_TOKEN = 3.0
+CHARS_PER_TOKEN = 3.0  # Python source under Qwen's tokenizer; every digit is a token of its own
 SLOW_PROGRAMS = 0.05  # share of programs that use all of `sandbox_seconds`
 SHARE_OF_STEP = 0.1  # of a step's seconds that the sandbox may take
 
@@ -22,16 +26,6 @@ SHARE_OF_STEP = 0.1  # of a step's seconds that the sandbox may take
 PROGRAM_SECONDS = 2 / 1294
 TASK_BYTES = 1158
 RECORD_BYTES = 250  # of a row as the other processes need to know it, pickled (tests compare it)
-
-
-class Like(Protocol):
-    """What rows are like: tokens of a prompt and, in the mean, of a completion."""
-
-    @property
-    def prompt(self) -> int: ...
-
-    @property
-    def completion(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -54,7 +48,7 @@ class Nodes:
         return self.nodes * self.processes
 
 
-def traffic(args: PopuLoRAConfig, adapters: int, nodes: Nodes, like: Like) -> dict[str, float]:
+def traffic(args: PopuLoRAConfig, adapters: int, nodes: Nodes, like: Rows) -> dict[str, float]:
     """
     Bytes through the busiest node's network in a step.
 
@@ -86,7 +80,7 @@ def archive_bytes(args: PopuLoRAConfig, nodes: Nodes) -> float:
     return nodes.processes * len(args.task_kinds) * args.archive_size * TASK_BYTES
 
 
-def print_nodes(args: PopuLoRAConfig, adapters: int, nodes: Nodes, like: Like, step_seconds: float | None) -> None:
+def print_nodes(args: PopuLoRAConfig, adapters: int, nodes: Nodes, like: Rows, step_seconds: float | None) -> None:
     """The table of what is sent, memory, and what depends on a step's seconds where they are known."""
     print(f"\n{args.teachers + args.students} adapters on {nodes.nodes} nodes of {nodes.processes} GPUs, ", end="")
     print(f"{NETWORK / 1e9:.0f} GB/s between nodes\n")

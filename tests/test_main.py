@@ -331,6 +331,7 @@ def test_a_word_that_is_no_option_is_named_with_the_page_of_options():
         cli.main(["push", "runs/mine", "me/mine"])
 
 
+@pytest.mark.slow
 def test_a_refusal_is_all_that_a_training_command_says(tmp_path):
     command = [sys.executable, "-m", "trl_populora", "quickstart", "--students", "0", "--output_dir", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -363,6 +364,7 @@ run.finish()
 """
 
 
+@pytest.mark.slow
 def test_wandb_without_a_key_is_told_before_anything_is_loaded_and_each_way_out_is_one(tmp_path):
     env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     env |= {"HOME": str(tmp_path), "NETRC": str(tmp_path / "none"), "WANDB_SILENT": "true"}

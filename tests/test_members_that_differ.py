@@ -48,13 +48,16 @@ CASES = {
         "weight_decay": 0.1,
     },
 }
+SLOW = {"clipping with one upper bound", "clipping of cispo", "temperatures"}
 
 
 def list_loras(ranks, alphas) -> list[LoraConfig]:
     return [LoraConfig(r=r, lora_alpha=a, target_modules="all-linear") for r, a in zip(ranks, alphas, strict=True)]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES]
+)
 def test_four_members_that_differ_are_four_runs_of_trl(random_base, tmp_path, case):
     options = {"loss_type": "dapo", "max_steps": STEPS} | CASES[case]
     lora = list_loras(options.pop("lora_r", [4] * 4), options.pop("lora_alpha", [8] * 4))

@@ -28,7 +28,8 @@ CASES = {
     "weights of rewards": {"loss_type": "dapo", "reward_weights": [2.0, 0.5]},
 }
 SLOW = {"dr_grpo", "cispo", "two optimizer steps a generation", "two generations an optimizer step"}
-STEPS = 10
+SLOW |= {"two iterations", "a pull to the base", "weights of rewards"}
+STEPS = 6
 STEPS_OF_FOUR = 4
 
 

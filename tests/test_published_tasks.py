@@ -103,6 +103,7 @@ def test_files_may_be_given_by_their_url(tmp_path):
             server.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not PUBLISHED, reason="the published files are not beside the clone")
 def test_the_published_files_give_888_tasks(sandbox):
     rows = [row for path in PUBLISHED for row in published_tasks.read_rows(str(path))]

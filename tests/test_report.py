@@ -402,6 +402,7 @@ def test_a_band_over_members_needs_four(members, bands):
 
 def test_held_out_tables_of_their_own_names_are_drawn():
     rates = {"eval/easy_solve_rate_mean": 0.6, "eval/hard_solve_rate_mean": 0.2, "eval/hard_base/solve_rate": 0.1}
+    rates |= {"eval/easy_solve_rate_margin": 0.1, "eval/hard_solve_rate_margin": 0.1}
     figure = Figure()
     draw_held_out(figure, Run("r", [], evaluations=[{"step": 0} | rates, {"step": 2} | rates]))
     curves = {line.get_label(): list(line.get_ydata()) for line in figure.axes[0].lines}

@@ -44,6 +44,7 @@ def test_a_container_like_process_reaches_level_b():
     check(found)
 
 
+@pytest.mark.slow
 def test_an_ordinary_user_gets_what_the_host_offers():
     found = run_elsewhere(sys.executable, "user")
     assert found["uid"] != 0

@@ -52,6 +52,7 @@ def busy_machine(processes: int):
             each.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.early
 def test_no_verdict_changes_under_load():
     """Programs admitted like proposals or run like attempts, beside eight busy processes; alone all are `ok`."""

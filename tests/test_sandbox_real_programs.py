@@ -89,6 +89,7 @@ def by_python(snippet, given, runs=1):
     return Job(f"{snippet}\ndef call_it():\n    return f({given})\n", (encode(()),), runs=runs, function="call_it")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPLAINED)
 def test_every_program_is_judged_and_agrees_or_is_explained(name):
     rows = read_rows(name)
@@ -104,6 +105,7 @@ def test_every_program_is_judged_and_agrees_or_is_explained(name):
     assert len(agreed | set().union(*found.values())) == len(rows) == 256
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPLAINED)
 def test_inputs_as_tasks_keep_them_give_what_python_gives(name):
     """

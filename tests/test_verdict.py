@@ -194,13 +194,6 @@ def test_equal_rewards_in_groups_break_no_run_that_compares_with_all_attempts_of
     assert judge(run).word == "flat"
 
 
-def test_evaluations_without_intervals_say_nothing():
-    run = game(0.1)
-    for entry in run.evaluations:
-        del entry["eval/solve_rate_margin"]
-    assert judge(run).word == "cannot be told"
-
-
 def test_the_page_begins_with_it(finished, tmp_path):
     """So does what `populora train` prints at its end: see `test_recipes.py`."""
     from trl_populora.report.page import write_report

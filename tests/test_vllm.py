@@ -520,6 +520,7 @@ def test_unrouted_rows_are_refused(served):
         served.generation.generate([[1, 2]], None, 2)
 
 
+@pytest.mark.slow
 def test_the_engine_does_not_grow_over_200_publishings(served):
     process, sizes = psutil.Process(), []
     for publishing in range(200):

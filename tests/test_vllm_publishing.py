@@ -154,6 +154,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_a_shelf_that_the_next_run_removes_and_an_ending_one_none(tmp_path):
     ending, killed = tmp_path / "ending", tmp_path / "killed"
     with subprocess.Popen(

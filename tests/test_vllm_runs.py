@@ -171,6 +171,7 @@ def test_attempts_begin_before_the_last_proposal_has_ended(engines_here, tmp_pat
     assert all(entry["time/propose"] > 0 and entry["time/solve"] > 0 for entry in logged)
 
 
+@pytest.mark.slow
 def test_pooled_members_sample_from_their_mean_also_where_an_evaluation_has_published_what_they_were(
     engines_here, tmp_path
 ):
@@ -186,6 +187,7 @@ def test_pooled_members_sample_from_their_mean_also_where_an_evaluation_has_publ
     assert max(entry["sampling/sampling_logp_difference/mean"] for entry in logged) < 1e-3
 
 
+@pytest.mark.slow
 def test_beside_a_quantised_base_vllm_serves_it_unrounded_and_its_samples_are_weighted(engines_here, tmp_path):
     pytest.importorskip("bitsandbytes", reason="needs the `quantization` extra")
     base, options = make_served_base(tmp_path / "base"), {"load_in_4bit": True, "quant_method": "bitsandbytes"}

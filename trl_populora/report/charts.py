@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_populora.report.load import Run, name_table
-from trl_populora.tasks.python.complexity import PROGRAM_MEASURES
 
 
 if TYPE_CHECKING:
@@ -82,9 +81,7 @@ def on_one_axis(paint: Callable[[Axes, Run], None]) -> Draw:
         axis: Any = figure.subplots()
         paint(axis, run)
         mark_births(axis, run)
-        finish(figure, axis)
-        if not run.game:
-            axis.set_xlabel("optimizer step")
+        finish(figure, axis, run)
 
     return draw
 
@@ -105,9 +102,9 @@ def mark_births(axis: Axes, run: Run, label: bool = True) -> None:
         axis.axvline(step, color=GREY, linestyle=":", linewidth=0.9, zorder=0, label=text)
 
 
-def name_steps(axis: Axes, ticks: int = 7) -> None:
+def name_steps(axis: Axes, run: Run, ticks: int = 7) -> None:
     """Labels the step axis."""
-    axis.set_xlabel("population step")
+    axis.set_xlabel("population step" if run.game else "optimizer step")
     axis.xaxis.set_major_locator(locate_whole_numbers(ticks))
 
 
@@ -118,9 +115,9 @@ def locate_whole_numbers(ticks: int) -> MaxNLocator:
     return MaxNLocator(integer=True, nbins=ticks, min_n_ticks=1)
 
 
-def finish(figure: Figure, lowest: Axes) -> None:
+def finish(figure: Figure, lowest: Axes, run: Run) -> None:
     """Labels the step axis of the lowest axes, and puts one legend below the figure, where it covers nothing."""
-    name_steps(lowest)
+    name_steps(lowest, run)
     lines: list[Any] = [line for axis in figure.axes for line in axis.lines]
     for line in lines:
         # A line through one point is invisible, and a run has one point after its first step.
@@ -223,9 +220,8 @@ def draw_held_out(axis: Axes, run: Run) -> None:
         steps, means = run.series(f"{table}solve_rate_mean")
         axis.plot(steps, means, color=color, linewidth=2.6, marker="o", label=label)
         _, margins = run.series(f"{table}solve_rate_margin")
-        if len(margins) == len(means):  # evaluations of early versions have none
-            low, high = ([m + sign * half for m, half in zip(means, margins, strict=True)] for sign in (-1, 1))
-            axis.fill_between(steps, low, high, color=color, alpha=0.12, linewidth=0)
+        low, high = ([m + sign * half for m, half in zip(means, margins, strict=True)] for sign in (-1, 1))
+        axis.fill_between(steps, low, high, color=color, alpha=0.12, linewidth=0)
         _, base = run.series(f"{table}base/solve_rate")
         if base:
             # matplotlib leaves labels with a leading underscore out of the legend.
@@ -371,18 +367,12 @@ def draw_kinds(axis: Axes, run: Run) -> None:
 
 
 # Title and unit of each measure of programs. Measures of a user's kinds have their names as titles.
-CURRICULUM = dict(
-    zip(
-        PROGRAM_MEASURES,
-        (
-            ("AST depth", "nodes per program"),
-            ("Cyclomatic complexity", "paths per program"),
-            ("Lines of code", "lines per program"),
-            ("Variables", "names per program"),
-        ),
-        strict=True,
-    )
-)
+CURRICULUM = {
+    "ast_depth": ("AST depth", "nodes per program"),
+    "cyclomatic": ("Cyclomatic complexity", "paths per program"),
+    "lines": ("Lines of code", "lines per program"),
+    "variables": ("Variables", "names per program"),
+}
 
 
 def draw_curriculum(figure: Figure, run: Run) -> None:
@@ -401,7 +391,7 @@ def draw_curriculum(figure: Figure, run: Run) -> None:
     for axis in axes.flat[len(names) :]:
         axis.set_axis_off()
     for axis in axes[-1]:
-        name_steps(axis, ticks=4)
+        name_steps(axis, run, ticks=4)
     label = ",\n".join(filter(None, ["mean over the step's valid tasks", describe_window(run)]))
     # All small pictures have the same lines, so the legend names those of the first picture. There the births are
     # the last lines, and the running mean is the line before them.
@@ -427,7 +417,7 @@ def draw_coverage(figure: Figure, run: Run) -> None:
         label, unit = BREADTH[name]
         axis.plot(*run.series(name), color=color, label=label)
         axis.set(ylabel=unit)
-    finish(figure, axes[-1])
+    finish(figure, axes[-1], run)
 
 
 # Pictures of rejects, matches, lineage and times.
@@ -510,9 +500,7 @@ def draw_lineage(figure: Figure, run: Run) -> None:
     axis.set_yticks(list(height.values()), list(height))
     axis.set_ylim(-len(names) + 0.4, 0.6)
     axis.grid(False)
-    name_steps(axis)
-    if not run.game:
-        axis.set_xlabel("optimizer step")
+    name_steps(axis, run)
     axis.set_xlim(0, max(end, 1) * 1.02)
     # The legend has an entry for each of these lines, which have no points. The bars and arrows themselves would give
     # it far too many entries.

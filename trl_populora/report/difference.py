@@ -20,8 +20,6 @@ from trl_populora.report.load import Run, read_completions
 from trl_populora.tasks.archive import hash_form
 from trl_populora.tasks.kind import KindSettings
 from trl_populora.tasks.python.kinds import CodeF
-from trl_populora.tasks.python.programs import ProgramError
-from trl_populora.tasks.python.reading import FormatError
 
 
 if TYPE_CHECKING:
@@ -125,7 +123,7 @@ def read_forms(run: Run, since: int) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {student: [] for student in run.members("student")}
     for row in read_completions(run, since) if CodeF.name in run.kinds else ():
         if row["role"] == "student" and row["kind"] == CodeF.name and row["correct"]:
-            with suppress(FormatError, ProgramError, ValueError):  # a run may have read answers in another way
+            with suppress(ValueError):  # a run may have read answers in another way
                 (program,) = kind.read_blocks(row["completion"], ("python",))
                 found[row["member"]].append(hash_form(program))
     return found

@@ -415,7 +415,7 @@ def _collect_proposals(root: Path, last: int) -> list[Sample]:
             attempts.setdefault(_identify_task(row), []).append(row)
     proposals = [row for row in rows if row["role"] == "teacher"]
     if not proposals:  # nobody proposes: each given task takes the place of a proposal
-        return [(_make_given(tries[0]), tries) for tries in reversed(attempts.values())]
+        return [(tries[0] | {"member": "given"}, tries) for tries in reversed(attempts.values())]
     samples: list[Sample] = []
     # With `teacher_reward: paper` a teacher may propose one task several times in a match. Each proposal has as many
     # of the attempts at it, in the order of the proposals.
@@ -427,11 +427,6 @@ def _collect_proposals(root: Path, last: int) -> list[Sample]:
         seen[task] += row["valid"]
         samples.append((row, tries[each * place : each * (place + 1)]))
     return samples[::-1]
-
-
-def _make_given(attempt: dict[str, Any]) -> dict[str, Any]:
-    """Makes the entry of a given task, in the place of a proposal, from an attempt at it."""
-    return attempt | {"member": "given"}
 
 
 def _identify_task(row: dict[str, Any]) -> tuple:

@@ -61,9 +61,6 @@ def draw_mastery(figure: Figure, run: Run) -> None:
     right attempts at tasks that use it.
     """
     axes: Any = figure.subplots(1, 2, sharey=True)
-    if not run.names_features:
-        axes[0].set_title("the kinds of task name no features")
-        return
     proposals = [row for row in run.rows if row["role"] == "teacher" and row["valid"]]
     attempts = [row for row in run.rows if row["role"] == "student" and row["features"]]
     features = order_features(proposals)

@@ -164,7 +164,7 @@ def compare_evaluations(run: Run) -> tuple[tuple[int, int], list[Change]]:
         rows += [("thinking_rate", "base/thinking_rate", f"{words}: worked out first")]
         for key, base, name in rows:
             before, after = (entry.get(table + key) for entry in (first, last))
-            found.append(Change(name, "share", before, after, base=_find_latest(run, table + base)))
+            found.append(Change(name, "share", before, after, base=(run.series(table + base)[1] or [None])[-1]))
     return (first["step"], last["step"]), found
 
 
@@ -172,12 +172,6 @@ def _average_members(entry: Mapping[str, Any], table: str, moved: Collection[str
     """Averages the members' rewards on a table, without the seats in which members came or left; `None` if empty."""
     rewards = [reward for name, reward in list_rewards(entry, table).items() if name not in moved]
     return fmean(rewards) if rewards else None
-
-
-def _find_latest(run: Run, key: str) -> float | None:
-    """Finds the last known value of a metric; `None` if it never had one."""
-    _, values = run.series(key)
-    return values[-1] if values else None
 
 
 def find_mean(entries: Sequence[dict]) -> Callable[[str], float | None]:
@@ -283,7 +277,7 @@ def list_members(population: Mapping[str, Any], members: Iterable[Mapping[str, A
     if rated:
         columns["rating"] = _format_rating
     if not answers:
-        columns["held out"] = lambda member: _format_rate(member.get("held_out"))
+        columns["held out"] = lambda member: format_percent(member.get("held_out"))
         columns["matches"] = lambda member: str(member.get("age", "-"))
     if not answers or any(member.get("born") for member in shown):
         columns["born"] = lambda member: f"step {member['born']}" if "born" in member else "-"
@@ -344,10 +338,6 @@ def _format_rating(member: Mapping[str, Any]) -> str:
     return "-" if mu is None or sigma is None else f"{mu:.1f} ± {sigma:.1f}"
 
 
-def _format_rate(rate: float | None) -> str:
-    return "-" if rate is None else format_percent(rate)
-
-
 def _format_reward(reward: float | None) -> str:
     return "-" if reward is None or reward != reward else f"{reward:+z.3f}"
 
@@ -358,9 +348,9 @@ def _format_setting_of(name: str, member: Mapping[str, Any]) -> str:
     return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def format_percent(rate: float) -> str:
-    """Formats a share in percent; `-` for NaN."""
-    return f"{100 * rate:.0f} %" if rate == rate else "-"
+def format_percent(rate: float | None) -> str:
+    """Formats a share in percent; `-` for `None` and NaN."""
+    return "-" if rate is None or math.isnan(rate) else f"{100 * rate:.0f} %"
 
 
 # The same table on the terminal.

@@ -147,9 +147,7 @@ def _measure_gain(run: Run) -> tuple[float, float, str, str]:
     first, last = entries[0], entries[-1]
     rates = [entry[f"{table}solve_rate_mean"] for entry in (first, last)]
     # Both evaluations attempt the same tasks, so their errors go together, and the interval is wider than it need be.
-    margin = math.hypot(*(entry.get(f"{table}solve_rate_margin") or math.inf for entry in (first, last)))
-    if math.isinf(margin):
-        return math.nan, math.nan, "An earlier version evaluated the held-out tasks, without intervals.", ""
+    margin = math.hypot(*(entry[f"{table}solve_rate_margin"] for entry in (first, last)))
     gain = rates[1] - rates[0]
     where = f"held-out tasks{f' ({name})' if (name := name_table(table)) else ''}"
     why = (
