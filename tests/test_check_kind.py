@@ -173,6 +173,7 @@ def leave(self, text, references):
         ("correct", lambda *_: 1, "`correct` must return bool, got 1"),
         ("chance", lambda *_: 2.0, "`chance` must lie between 0 and 1, got 2.0, for Task"),
         ("copies", lambda *_: 1 / 0, "`<lambda>` raised ZeroDivisionError"),
+        ("features", lambda *_: ["Add"], "`features` must return tuple, got"),
         ("complexity", lambda *_: {"depth": 1.0}, r"`measures` must name what `complexity` measures, got \['depth'\]"),
     ],
 )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 from datasets import Dataset
 
+from trl_populora.hub.download import fetch
 from trl_populora.start import make_kinds, make_parts
 from trl_populora.tasks.dataset import build_archive, read_held_out, read_tasks
 from trl_populora.trainer import PopuLoRATrainer
@@ -52,6 +54,19 @@ def test_a_table_that_cannot_be_read_is_told_with_its_fault(tmp_path, monkeypatc
         Path(name).write_text(text)
     with pytest.raises(ValueError, match=f"^The tasks '{name}' cannot be read: {told}"):
         read(name)
+
+
+def test_paths_may_begin_with_the_home_directory(random_base, seed_tasks, make_args, tmp_path, monkeypatch):
+    """A shell expands no `~` in a YAML file, and behind an equals sign."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    Dataset.from_list([task.to_record() for task in seed_tasks]).to_json(tmp_path / "tasks.jsonl")
+    assert len(tasks := read_tasks("~/tasks.jsonl")) == len(seed_tasks)
+    (tmp_path / "run").mkdir()
+    assert fetch("~/run") == tmp_path / "run"
+    shutil.copytree(random_base, tmp_path / "base")
+    trainer = PopuLoRATrainer("~/base", args=make_args(), train_dataset=tasks)
+    trainer.close()
+    assert trainer.shape.base_model == str(tmp_path / "base")
 
 
 def test_kinds_get_the_settings_of_the_run(make_args):

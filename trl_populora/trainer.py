@@ -211,6 +211,7 @@ class PopuLoRATrainer(HubTrainer):
     ):
         args = start.settle(PopuLoRAConfig("populora") if args is None else args, train_dataset, peft_config)
         prompts = has_prompts(train_dataset)
+        model = os.path.expanduser(model) if isinstance(model, str) else model
         lora_configs = start.list_lora_configs(peft_config, args, prompts)
         widest = find_widest(lora_configs)
         start.check_setup(args, unsupported, model, widest)

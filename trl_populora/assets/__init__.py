@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from importlib.resources import files
 from pathlib import Path
@@ -36,8 +37,8 @@ def real_seed_tasks() -> str:
 
 
 def resolve_model_path(model: str) -> str:
-    """Replaces `"tiny"` by the directory of the embedded base; returns any other name or path unchanged."""
-    return tiny_base_path() if model == TINY else model
+    """Replaces `"tiny"` by the directory of the embedded base, and `~` by the user's directory."""
+    return tiny_base_path() if model == TINY else os.path.expanduser(model)
 
 
 def find_shipped(folder: str) -> Path:

@@ -392,7 +392,7 @@ class PopulationGeneration(VLLMGeneration):
                 for parameter in lora_members.member_parameters(self.model, name).values()
             )
             parent = self.adapter_dir or publish.choose_parent(self.output_dir, size, self.vllm_client.remote)
-            self._shelf = publish.AdapterShelf(parent)
+            self._shelf = publish.AdapterShelf(os.path.expanduser(parent))
         return self._shelf
 
     def generate(self, prompts, images, num_generations, profiler=None) -> tuple:

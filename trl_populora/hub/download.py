@@ -35,8 +35,8 @@ def fetch(path_or_repo: str, wanted: Sequence[str] = POPULATION) -> Path:
     Raises:
         `ValueError`: If there is no such directory and nothing could be downloaded.
     """
-    if Path(path_or_repo).is_dir():
-        return Path(path_or_repo)
+    if (path := Path(path_or_repo).expanduser()).is_dir():
+        return path
     try:
         return Path(snapshot_download(path_or_repo, allow_patterns=list(wanted)))
     except Exception as error:
