@@ -24,8 +24,16 @@ import pytest  # noqa: E402
 
 
 def pytest_collection_finish():
+    look_at_vllms_models_here()
     leave_out_of_collections()
     gc.enable()
+
+
+def look_at_vllms_models_here() -> None:
+    """vLLM looks at a class of models in a process of its own, lest CUDA begin; that process imports vLLM for 10 s."""
+    registry, torch = (sys.modules.get(name) for name in ("vllm.model_executor.models.registry", "torch"))
+    if registry and torch and not torch.cuda.is_available():
+        registry._run_in_subprocess = lambda look: look()
 
 
 def leave_out_of_collections() -> None:

@@ -265,10 +265,10 @@ class TestWhileTraining:
         assert_equal(*states)
 
     def test_a_cut_run_with_evaluation_equals_a_straight_one(self, base, tmp_path):
-        settings = EVALUATED | {"max_steps": 8}
+        settings = EVALUATED | {"max_steps": 5}
         straight = make_trainer(base, str(tmp_path / "straight"), settings | {"save_strategy": "no"})
         straight.train()
-        assert_equal(state_of(straight), state_of(cut_run(base, str(tmp_path / "cut"), settings, cut=5)))
+        assert_equal(state_of(straight), state_of(cut_run(base, str(tmp_path / "cut"), settings, cut=3)))
 
     def test_tasks_that_a_run_has_trained_on_are_not_held_out_by_its_resume(self, base, tmp_path):
         settings = {"max_steps": 2, "save_steps": 1, "evolve_every": 0}

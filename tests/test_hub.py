@@ -100,6 +100,17 @@ def measured(finished, tmp_path) -> Path:
     return run
 
 
+def test_the_card_shows_pictures_that_were_pushed(hub, finished):
+    push_run(finished.args.output_dir, "me/pictures")
+    files = hub.repos["me/pictures"]
+    shown = re.findall(r'src="(plots/[^"]+)"', files["README.md"].decode())
+    empty = ("held_out", "curriculum")  # the run has not evaluated, and a random base writes no task
+    of_prompts = {plot.name for plot in PLOTS if "game" not in plot.sorts}
+    assert shown == [f"plots/{name}.png" for name in PICTURES if name not in of_prompts.union(empty)]
+    assert all(files[name].startswith(b"\x89PNG") for name in shown)
+
+
+@pytest.mark.usefixtures("two_plots")
 class TestPushed:
     def test_root_members_and_population_load_as_they_were_in_the_run(self, hub, finished, base):
         finished.args.hub_model_id = "me/pushed"
@@ -360,15 +371,6 @@ class TestPushed:
         push_run(finished.args.output_dir, "me/quiet")
         assert "archive.parquet" in hub.repos["me/quiet"]
         assert [str(told.message) for told in recwarn if "data file" in str(told.message)] == []
-
-    def test_the_card_shows_pictures_that_were_pushed(self, hub, finished):
-        push_run(finished.args.output_dir, "me/pictures")
-        files = hub.repos["me/pictures"]
-        shown = re.findall(r'src="(plots/[^"]+)"', files["README.md"].decode())
-        empty = ("held_out", "curriculum")  # the run has not evaluated, and a random base writes no task
-        of_prompts = {plot.name for plot in PLOTS if "game" not in plot.sorts}
-        assert shown == [f"plots/{name}.png" for name in PICTURES if name not in of_prompts.union(empty)]
-        assert all(files[name].startswith(b"\x89PNG") for name in shown)
 
     def test_figures_carry_revision_and_command_and_reach_leaderboards(self, hub, finished, tmp_path):
         run = measured(finished, tmp_path)

@@ -18,6 +18,12 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 # Seam: module, what is looked at in it, and the text that must stand there.
 PROMISES = {
+    # tests/conftest.py
+    "vLLM looks at a class of models by a function that tests replace": (
+        "vllm.model_executor.models.registry",
+        "_LazyRegisteredModel.inspect_model_cls",
+        "mi = _run_in_subprocess(",
+    ),
     # trainer.py
     "accelerate tells the epoch to a sampler two levels down": (
         "accelerate.data_loader",

@@ -19,7 +19,7 @@ from trl_populora.population.members import Population
 from trl_populora.population.operators import find_operator
 from trl_populora.population.ratings import Matchmaker
 from trl_populora.step.advantages import estimate_advantages
-from trl_populora.step.rows import add_own_metrics, find_metric
+from trl_populora.step.rows import LOG_METRIC, OWN_METRICS, add_own_metrics, find_metric, name_own_metrics
 
 
 HERE = "tests.test_own_parts"
@@ -77,6 +77,19 @@ def run(random_base, tmp_path_factory):
         patch.syspath_prepend(root)
         cli.main(["train", "--config", str(root / "run.yaml")])
     return root / "run"
+
+
+@pytest.fixture(scope="module")
+def logged_step(random_base, tmp_path_factory):
+    """What a first step hands over to name the metrics of users: its metrics, and the keys of its log."""
+    seen = []
+    settings = SETTINGS | {"output_dir": str(tmp_path_factory.mktemp("step")), "max_steps": 1, "save_strategy": "no"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "trl_populora.trainer.name_own_metrics", lambda metrics, logs: seen.append((dict(metrics), set(logs)))
+        )
+        small_trainer(random_base, HELD_OUT[1:], letters, **settings).train()
+    return seen[0]
 
 
 @pytest.fixture(scope="module")
@@ -211,19 +224,25 @@ class TestErrors:
             ("eval_mine", "begins like the metrics of an evaluation"),
         ],
     )
+    def test_a_metric_with_the_name_of_another_is_refused(self, logged_step, name, told):
+        metrics, logs = logged_step
+        for prefix in (OWN_METRICS, LOG_METRIC):
+            with pytest.raises(ValueError, match=f"`.*` gives '{name}', which {told}. Choose another one."):
+                name_own_metrics(metrics | {prefix + name: [1.0]}, logs)
+
     @pytest.mark.parametrize("source", ["own_metrics", "log_metric"])
-    def test_a_metric_with_the_name_of_another_is_refused_at_the_first_step(
-        self, base, tmp_path, monkeypatch, source, name, told
+    def test_a_run_ends_at_its_first_step_if_a_metric_has_the_name_of_another(
+        self, base, tmp_path, monkeypatch, source
     ):
         def reward(completions, log_metric, **columns):
-            log_metric(name if source == "log_metric" else "mine", 1.0)
+            log_metric("solve/rate" if source == "log_metric" else "mine", 1.0)
             return letters(completions)
 
-        monkeypatch.setitem(globals(), "given", {name: 1.0} if source == "own_metrics" else {"own": 1.0})
+        monkeypatch.setitem(globals(), "given", {"solve/rate" if source == "own_metrics" else "own": 1.0})
         trainer = small_trainer(
             base, HELD_OUT[1:], reward, **SETTINGS | {"output_dir": str(tmp_path), "own_metrics": [f"{HERE}:give"]}
         )
-        with pytest.raises(ValueError, match=f"`{source}` gives '{name}', which {told}. Choose another one."):
+        with pytest.raises(ValueError, match=f"`{source}` gives 'solve/rate', which is another metric's name"):
             trainer.train()
         assert trainer.state.global_step == 1
 

@@ -183,14 +183,13 @@ class TestStep:
         assert float(loss) == 0.0
         assert not any(gradient.any() for gradient in gradients), "NaN counts as any"
 
-    @pytest.mark.parametrize("off", [-1.0, None])
-    def test_a_largest_norm_that_is_negative_or_none_is_off_as_0_is(self, make_trainer, tmp_path, off):
+    def test_a_largest_norm_that_is_negative_or_none_is_off_as_0_is(self, make_trainer, tmp_path):
         found = []
-        for norm in (0.0, off):
+        for norm in (0.0, -1.0, None):
             trainer = make_trainer(max_grad_norm=norm, output_dir=str(tmp_path / str(norm)))
             trainer.train()
             found.append(members_of(trainer))
-        assert all(same(found[0][name], found[1][name]) for name in found[0])
+        assert all(same(found[0][name], others[name]) for others in found[1:] for name in others)
 
     def test_blank_micro_batches_are_in_no_metric_of_the_loss(self, make_trainer, tmp_path):
         """All members still are the base, so leaving most rows out changes the mean entropy of a token little."""
@@ -490,7 +489,6 @@ class TestRecords:
         assert load_run(run).kinds == ["code_f", "code_i", "code_o"]
         assert {row["step"] for row in rollouts_of(run)} == {1, 3}
         assert write_report(run).exists()
-        assert plot_run(run).exists()
         assert re.findall(r"^step (\d)/4", capsys.readouterr().out, re.M) == ["1", "2", "3", "4"]
 
     def test_completion_tables_tell_member_role_and_kind(self, make_trainer):
@@ -519,6 +517,7 @@ class TestRecords:
         configs = Path(trainer.args.output_dir).glob("members/*/adapter_config.json")
         assert {json.loads(path.read_text())["base_model_name_or_path"] for path in configs} == {random_base}
 
+    @pytest.mark.usefixtures("two_plots")
     def test_same_seed_same_files(self, make_trainer, tmp_path):
         contents = []
         for name in ("a", "b"):

@@ -185,19 +185,19 @@ def test_the_card_names_the_member_whose_adapter_lies_at_the_root(random_base, t
     assert not (tmp_path / "README.md").exists(), "the card is of what lies in the run's directory"
 
 
-@pytest.mark.parametrize("evaluates", [False, True], ids=["in training", "in an evaluation"])
-def test_a_member_that_no_function_judges_is_not_the_best(random_base, tmp_path, evaluates):
+def test_a_member_that_no_function_judges_is_not_the_best(random_base, tmp_path):
     def pay(completion_ids, member, **columns):
         return [{"student_0": None, "student_2": 1.0}.get(name, 0.0) for name in member]
 
     trainer = build(random_base, tmp_path, pay, max_steps=1, evolve_every=0, member_prompts="own")
     trainer.train()
-    if evaluates:
-        trainer.evaluate()
-    trainer.save_model()
-    saved = read_population(tmp_path)
-    assert saved["best_student"] == "student_2"
-    assert saved["members"][0]["eval_reward" if evaluates else "reward"] is None
+    for evaluates in (False, True):
+        if evaluates:
+            trainer.evaluate()
+        trainer.save_model()
+        saved = read_population(tmp_path)
+        assert saved["best_student"] == "student_2"
+        assert saved["members"][0]["eval_reward" if evaluates else "reward"] is None
 
 
 def test_a_figure_of_an_empty_seat_is_no_best_until_it_has_a_value(random_base, tmp_path):
@@ -321,14 +321,13 @@ def test_a_prompt_with_an_infinite_reward_does_not_count_in_the_lead(bad, lead):
     assert found["reward_lead"] == pytest.approx(lead, nan_ok=True)
 
 
-@pytest.mark.parametrize("name", ["reward", "code_runtime", "reward_best", "solve_rate_mean", "mu"])
-def test_a_reward_function_may_have_a_name_like_the_end_of_a_metric(random_base, tmp_path, name):
-    def pay(completion_ids, **columns):
-        return [len(ids) / 10 for ids in completion_ids]
-
-    pay.__name__ = name
+def test_a_reward_function_may_have_a_name_like_the_end_of_a_metric(random_base, tmp_path):
+    names = ["reward", "code_runtime", "reward_best", "solve_rate_mean", "mu"]
+    pays = [lambda completion_ids, **columns: [len(ids) / 10 for ids in completion_ids] for _ in names]
+    for pay, name in zip(pays, names, strict=True):
+        pay.__name__ = name
     steps = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 1, "evolve_every": 0, "member_prompts": "own"}
-    trainer = build(random_base, tmp_path, [pay, brief], **steps)
+    trainer = build(random_base, tmp_path, [*pays, brief], **steps)
     trainer.train()
     (entry,) = [each for each in trainer.state.log_history if "eval_runtime" in each]
     (line,) = format_evaluation(1, 1, entry)
@@ -337,7 +336,8 @@ def test_a_reward_function_may_have_a_name_like_the_end_of_a_metric(random_base,
     run = load_run(tmp_path)
     assert run.tables == ["eval/"]
     assert not run.rated, "members with prompts of their own have no ratings"
-    assert f"eval/member/student_0/rewards/{name}" in run.evaluations[-1]
+    for name in names:
+        assert f"eval/member/student_0/rewards/{name}" in run.evaluations[-1]
     assert not [key for times in read_lines(tmp_path / "times.jsonl") for key in times if "rewards/" in key]
 
 

@@ -105,10 +105,10 @@ def test_cross_play_is_on_the_base_as_it_was_quantised(trained):
 
 
 def test_a_cut_run_on_a_quantised_base_equals_a_straight_one(base, tmp_path):
-    settings = SETTINGS | {"max_steps": 6, "evolve_every": 2}
+    settings = SETTINGS | {"max_steps": 4, "evolve_every": 1}
     straight = make_trainer(base, str(tmp_path / "straight"), settings | {"save_strategy": "no"})
     straight.train()
-    assert_equal(state_of(straight), state_of(cut_run(base, str(tmp_path / "cut"), settings, cut=3)))
+    assert_equal(state_of(straight), state_of(cut_run(base, str(tmp_path / "cut"), settings, cut=2)))
 
 
 def test_a_run_does_not_resume_on_another_rounding_of_its_base(base, tmp_path):

@@ -476,6 +476,7 @@ def test_the_command_writes_the_report_at_any_time_after_the_first_step(finished
     assert (tmp_path / "run.png").exists()
 
 
+@pytest.mark.usefixtures("two_plots")
 def test_a_downloaded_population_is_called_by_its_name(finished, hub, tmp_path, monkeypatch):
     hub.repos["me/pushed"] = {
         str(path.relative_to(finished)): path.read_bytes() for path in finished.rglob("*.json*") if path.is_file()
