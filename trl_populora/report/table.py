@@ -164,7 +164,7 @@ def compare_evaluations(run: Run) -> tuple[tuple[int, int], list[Change]]:
         rows += [("thinking_rate", "base/thinking_rate", f"{words}: worked out first")]
         for key, base, name in rows:
             before, after = (entry.get(table + key) for entry in (first, last))
-            found.append(Change(name, "share", before, after, base=(run.series(table + base)[1] or [None])[-1]))
+            found.append(Change(name, "share", before, after, base=next(reversed(run.series(table + base)[1]), None)))
     return (first["step"], last["step"]), found
 
 

@@ -49,7 +49,7 @@ _OPERATOR_FUNCTIONS = frozenset(("and_", "or_", "sub", "xor", "iand", "ior", "is
 _BINARY_OP = opcode.opmap["BINARY_OP"]
 _SET_OPERATORS = frozenset(
     number
-    for number, (name, _) in enumerate(opcode._nb_ops)
+    for number, (name, _) in enumerate(opcode._nb_ops)  # type: ignore[attr-defined]
     if name.removeprefix("NB_").removeprefix("INPLACE_") in ("AND", "OR", "SUBTRACT", "XOR")
 )
 _SET_TEXTS = '["s",', '["z",'  # how a set and a frozenset begin in the text of an input

@@ -301,7 +301,7 @@ PROBES: dict[str, Callable[[], object]] = {
     "read /etc/passwd": lambda: os.close(os.open("/etc/passwd", os.O_RDONLY)),
     "open /proc": lambda: os.close(os.open("/proc/self/environ", os.O_RDONLY)),
     "open a network socket": lambda: socket.socket(socket.AF_INET, socket.SOCK_STREAM).close(),
-    "open a local socket": lambda: [end.close() for end in socket.socketpair()],
+    "open a local socket": lambda: list(map(socket.socket.close, socket.socketpair())),
     "fork": _fork,
     "signal the zygote": lambda: os.kill(os.getppid() or 1, 0),  # signal 0 only asks for permission
     "set its own limits": lambda: resource.setrlimit(resource.RLIMIT_CPU, resource.getrlimit(resource.RLIMIT_CPU)),
