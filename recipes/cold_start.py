@@ -15,6 +15,7 @@ What it leaves out: measuring what came of it. A run's first steps do, or its he
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from collections import Counter
@@ -90,6 +91,7 @@ def check_adapter_directory(directory: Any, resume: bool) -> None:
             f"`warm_start` names the directory that gets the adapter of all members, got {directory!r}. Give "
             "`--warm_start runs/cold_start`, here and to the run."
         )
+    directory = os.path.expanduser(directory)
     if Path(directory, "adapter_config.json").exists() and not resume:
         raise ValueError(f"{directory} holds an adapter already. Remove it, or name another `--warm_start`.")
     check_output_dir(directory)

@@ -24,6 +24,7 @@ import contextlib
 import ctypes
 import importlib.util
 import json
+import os
 import shlex
 import shutil
 import socket
@@ -395,7 +396,7 @@ def main(arguments: list[str] | None = None) -> None:
     means = {"mean": members} | (roles if len(roles) > 1 else {})
     if len({*contenders, *means}) < len(members) + len(given.compare) + 1 + len(means):
         raise ValueError(f"Two columns have one name ({', '.join([*contenders, *means])}): rename what is compared.")
-    out = Path(given.out or (given.run if Path(given.run).is_dir() else Path(given.run).name))
+    out = Path(given.out or (root if Path(os.path.expanduser(given.run)).is_dir() else Path(given.run).name))
     (folder := out / "_evaluation").mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {"run": given.run, "step": saved["step"]}
     found |= {"base_model": saved["base_model"], "date": time.strftime("%Y-%m-%d", time.gmtime())}

@@ -7,7 +7,13 @@ import math
 import pytest
 import torch
 
-from trl_populora.step.advantages import LOSS_NORMALISERS, STD_EPSILON, compute_advantages, compute_member_factors
+from trl_populora.step.advantages import (
+    LOSS_NORMALISERS,
+    STD_EPSILON,
+    compute_advantages,
+    compute_member_factors,
+    compute_step_advantages,
+)
 
 
 NAN = math.nan
@@ -40,6 +46,25 @@ def test_the_scale_of_members_is_the_deviation_over_a_members_rows_of_one_kind()
     centred = compute_advantages(REWARDS, MEMBERS, KINDS, GROUPS, "member", False)
     std = torch.cat([REWARDS[:2].std().expand(2), REWARDS[2:4].std().expand(2), REWARDS[4:].std().expand(4)])
     torch.testing.assert_close(advantages, centred / (std + STD_EPSILON))
+
+
+@pytest.mark.parametrize("baselines", [("group", "member"), ("member", "group")])
+def test_the_rows_of_a_role_are_not_compared_with_those_of_the_other(baselines):
+    """Also where one member plays both roles; a role may have no rows."""
+    roles, (teachers, students) = ["teacher", "student"] * 4, baselines
+    records = [
+        {"role": role, "kind": str(kind), "group": f"{role} {group}"}
+        for role, kind, group in zip(roles, KINDS.tolist(), GROUPS.tolist(), strict=True)
+    ]
+    given = {"teacher": teachers, "student": students}
+    members = torch.zeros_like(MEMBERS)
+    found = compute_step_advantages(records, REWARDS, members, given, True)
+    for role, baseline in given.items():
+        own = torch.tensor([each == role for each in roles])
+        alone = compute_advantages(REWARDS[own], members[own], KINDS[own], GROUPS[own], baseline, True)
+        assert torch.equal(found[own], alone)
+        kept = [record for record in records if record["role"] == role]
+        assert torch.equal(compute_step_advantages(kept, REWARDS[own], members[own], given, True), alone)
 
 
 @pytest.mark.parametrize("baseline", ["group", "member"])

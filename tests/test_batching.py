@@ -16,6 +16,7 @@ from trl_populora.step.microbatch import (
     compute_by_micro_batch,
     cut,
     list_layouts,
+    match_ranks,
     plan_micro_batches,
     read_layout,
     take_turns,
@@ -90,9 +91,10 @@ def test_trimming_removes_padding_and_no_token():
     for mask in ("prompt_mask", "completion_mask"):
         assert sum(int(b[mask].sum()) for b in dealt) == int(whole[mask].sum())
         assert all(b[mask].any(0).all() for b in dealt), "a column of pure padding is left"
-    layouts = [read_layout(batch) for batch in dealt]
-    alone = read_layout(whole | {"pack": torch.arange(80)})
-    assert sum(each.used for each in layouts) / sum(each.grid for each in layouts) > alone.used / alone.grid
+    _, untrimmed = match_ranks([whole | {"pack": torch.arange(80)}], 80)
+    _, shares = match_ranks(deal(whole, 16), 80)
+    assert 0 < shares["batch/padding"] < untrimmed["batch/padding"] < 1
+    assert (shares["batch/live_rows"], shares["batch/shared_tokens"]) == (1, 0), "no prompt is shared here"
 
 
 def test_members_take_turns_longest_rows_first():

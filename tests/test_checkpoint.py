@@ -24,7 +24,8 @@ from transformers import TrainerCallback
 from tests.populora_run import ON_PROMPTS, assert_equal, assert_files_equal, cut_run, make_trainer, run, state_of
 from tests.without_extras import without_extras
 from trl_populora.lora.members import read_member
-from trl_populora.run.checkpoint import MANIFEST, find_flaw, find_newest
+from trl_populora.population.members import Population
+from trl_populora.run.checkpoint import MANIFEST, find_flaw, find_newest, load_members
 from trl_populora.run.read import PLAYED, read_lines
 
 
@@ -589,6 +590,12 @@ class TestOtherSettings:
         rewrite("population.json", lambda state: state.pop("settings"))(copy)
         trainer.train(resume_from_checkpoint=str(copy))
         assert "other settings" not in caplog.text
+
+
+def test_a_checkpoint_without_its_members_is_told_by_the_field(tmp_path):
+    (tmp_path / "game.json").write_text("{}")
+    with pytest.raises(ValueError, match="game.json: field `population.seats` is missing"):
+        load_members(str(tmp_path), None, Population(0, 2))
 
 
 def test_the_archive_of_a_run_opens_as_a_dataset(saved, tmp_path):

@@ -448,6 +448,9 @@ def test_scores_on_other_tasks_are_not_taken_for_those_of_the_base(caplog):
     assert changed.efforts == {"hard": {"plain 4": [10, 1.0]}}
     (line,) = caplog.messages
     assert "held-out tasks are not those of the checkpoint" in line
+    before = HeldOut({"": tasks, "hard": tasks[:1]}, 2, 8, 0)
+    before.load_state_dict(state | {"efforts": {"": {"plain 3": 1.0}, "hard": {"plain 4": [10, 1.0]}}})
+    assert before.base.keys() == before.efforts.keys() == {"hard"}, "0.2.0 saved no solve rates by effort"
 
 
 @pytest.mark.vllm

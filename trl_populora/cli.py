@@ -498,8 +498,8 @@ def _describe_unknown(unknown: Sequence[str], known: Sequence[str], arguments: S
 
 def _find_run(run: str) -> str:
     """Returns the directory of a run; downloads it if `run` is a name on the Hub."""
-    if Path(run).is_dir():
-        return run
+    if Path(os.path.expanduser(run)).is_dir():
+        return os.path.expanduser(run)
     from trl_populora.hub.download import fetch
 
     return str(fetch(run))
@@ -507,7 +507,7 @@ def _find_run(run: str) -> str:
 
 def _choose_report_directory(run: str) -> str | None:
     """Names a directory for the report of a population on the Hub; `None` for a local run, which has its own."""
-    return None if Path(run).is_dir() else run.rpartition("/")[2]
+    return None if Path(os.path.expanduser(run)).is_dir() else run.rpartition("/")[2]
 
 
 def _has_lost_reader() -> bool:

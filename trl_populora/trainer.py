@@ -511,7 +511,7 @@ class PopuLoRATrainer(HubTrainer):
             found |= {"reward_functions": self.reward_func_names, "datasets": self.dataset_names}
         # Another machine cannot find out whether a name was a path here.
         names = [self.shape.base_model, *found.get("datasets", ())]
-        return found | {"local": [name for name in names if os.path.exists(name)]}
+        return found | {"local": [name for name in names if os.path.exists(os.path.expanduser(name))]}
 
     @property
     def _members_step(self) -> int:

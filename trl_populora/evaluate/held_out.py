@@ -336,8 +336,12 @@ class HeldOut:
                 "Some or all held-out tasks are not those of the checkpoint. The base is scored anew on each table "
                 "that differs; a `metric_for_best_model` goes on comparing with scores on the former tasks."
             )
-        self.base = {name: figures for name, figures in state["base"].items() if name in same}
-        self.efforts = {name: efforts for name, efforts in state["efforts"].items() if name in same}
+        # Version 0.2.0 saved a share for each effort, without the solve rate: then the base is scored anew.
+        rated = {
+            name for name in same if not any(isinstance(e, float) for e in state["efforts"].get(name, {}).values())
+        }
+        self.base = {name: figures for name, figures in state["base"].items() if name in rated}
+        self.efforts = {name: efforts for name, efforts in state["efforts"].items() if name in rated}
         self.rates = dict(state["rates"]) if next(iter(self.tables)) in same else {}
         self.step = state["step"]
 

@@ -9,6 +9,7 @@ trained, and no file is written.
 from __future__ import annotations
 
 import math
+import os
 import random
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -251,7 +252,7 @@ def try_model(options: TryArguments) -> Tryout:
     base = start.load_base(options.model, args)
     tokenizer = start.load_tokenizer(base, None, args)
     if options.adapter:
-        base = PeftModel.from_pretrained(base, options.adapter).merge_and_unload()
+        base = PeftModel.from_pretrained(base, os.path.expanduser(options.adapter)).merge_and_unload()
     free_tokens = make_free_token_counter(base, tokenizer, args)
     ends = make_sampling_config(base.generation_config, tokenizer, args).eos_token_id
     # Only bases that were trained on the compact style can read it.

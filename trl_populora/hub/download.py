@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def fetch(path_or_repo: str, wanted: Sequence[str] = POPULATION) -> Path:
     Raises:
         `ValueError`: If there is no such directory and nothing could be downloaded.
     """
-    if (path := Path(path_or_repo).expanduser()).is_dir():
+    if (path := Path(os.path.expanduser(path_or_repo))).is_dir():
         return path
     try:
         return Path(snapshot_download(path_or_repo, allow_patterns=list(wanted)))

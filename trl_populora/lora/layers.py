@@ -374,7 +374,7 @@ def add_members(
             ZeRO-3, which gathers adapters and base into buffers of one type.
 
     Raises:
-        `ValueError`: If the configuration, a name or the base cannot be used.
+        `ValueError`: If the configuration or the base cannot be used.
         `TypeError`: If `lora_config` is not a `LoraConfig`.
     """
     check_is_base(model)

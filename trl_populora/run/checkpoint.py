@@ -136,11 +136,11 @@ def check_optimizer_state(checkpoint: str, accelerator: Accelerator) -> None:
         `ValueError`: If it has none, or that of another backend.
     """
     manifest, ours = read_json(Path(checkpoint, MANIFEST)), name_backend(accelerator)
-    saved = manifest["backend"]
-    if manifest["optimizer"] and saved == ours:
+    saved = manifest.get("backend")
+    if manifest.get("optimizer") and saved == ours:
         return
     flaw = f"was saved under {saved}, and this run uses {ours} (one process counts as DDP). This run cannot read"
-    if not manifest["optimizer"]:
+    if not manifest.get("optimizer"):
         flaw = "was saved with `save_only_model`: it lacks"
     raise ValueError(
         f"{checkpoint} {flaw} the state of optimizer and schedule. A new run with `warm_start={checkpoint!r}` begins "
@@ -473,8 +473,10 @@ def _read_membership(root: Path, population: Population) -> dict[str, Any] | Non
     """
     if population.teachers:
         return None
-    state = read_json(root / "game.json")["population"]
-    if (seats := state["seats"]) != len(population.adapters):
+    state = read_json(root / "game.json").get("population", {})
+    if (seats := state.get("seats")) is None:
+        raise ValueError(f"{root / 'game.json'}: field `population.seats` is missing.")
+    if seats != len(population.adapters):
         raise ValueError(
             f"{root / 'game.json'}: the run has {seats} seats, this trainer has {len(population.adapters)}. "
             "Resume with the saved `students` and `max_members`, or start a new run with `warm_start` to change them."

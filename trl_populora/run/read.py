@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from trl_populora.files import drop_secrets, is_file_name, read_json
 
-
-logger = logging.getLogger(__name__)
 
 # The log of a step has this key only if the step played a game. With `num_iterations` above 1, other steps train again
 # on rows of the last game.

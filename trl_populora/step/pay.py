@@ -4,9 +4,9 @@
                      `-> student_share    the student's part of a proposal; ratings follow its mean over a match
     Sample -> Answer --> student_reward   what the student is paid for an attempt
 
-[`Outcome`] and [`Answer`] are all that a price may depend on. [`Rules`] holds the three functions. `play.py` calls
-each of them once per outcome or answer, after grading, and writes what they return into the slot. Rewards, ratings,
-metrics and files take it from there.
+[`Outcome`] and [`Answer`] are all that a price may depend on. [`Rules`] holds the two rewards. `play.py` calls them
+and `student_share` once per outcome or answer, after grading, and writes what they return into the slot. Rewards,
+ratings, metrics and files take it from there.
 
 A task that students solve no more often than by guessing counts as unsolved ([`Outcome.solved`]), except in the pay
 `"paper"`. Three estimates say what guessing gives, and the highest of them is the outcome's `chance`:

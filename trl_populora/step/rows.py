@@ -196,7 +196,8 @@ class Played:
     Args:
         rows: This rank's, as [`make_rows`] orders them; in a dataset run
             [`~trl_populora.step.prompts.PromptRow`]s.
-        records: The rows of all ranks in the order of ranks, as [`Row.record`] tells them.
+        records: The rows of all ranks in the order of ranks, as [`Row.record`] tells them; in a dataset run only the
+            `member` of each.
         slots: This rank's slots, from which the rows were made; none after a resume.
         tasks: Accepted proposals of all ranks; none after a resume.
         seconds: Wall time per phase on this rank.
