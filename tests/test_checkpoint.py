@@ -593,7 +593,7 @@ class TestOtherSettings:
 
 
 def test_a_checkpoint_without_its_members_is_told_by_the_field(tmp_path):
-    (tmp_path / "game.json").write_text("{}")
+    (tmp_path / "game.json").write_text('{"format": 1}')
     with pytest.raises(ValueError, match="game.json: field `population.seats` is missing"):
         load_members(str(tmp_path), None, Population(0, 2))
 

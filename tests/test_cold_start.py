@@ -121,7 +121,7 @@ def test_held_out_tasks_are_not_shown(sandbox):
     questions = {make_writer(sandbox, "compact").referee.solving_prompt(t)[-1]["content"] for t in simple[::2]}
 
     def asked(*settings) -> set[str]:
-        documents = make_writer(sandbox, "compact", *settings).write(200, worked=0.5, further=60)
+        documents = make_writer(sandbox, "compact", *settings).write(300, worked=0.5, further=60)
         return {each.prompt[-1]["content"] for each in documents} & questions
 
     assert len(asked()) > 10
