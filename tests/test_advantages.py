@@ -63,6 +63,12 @@ def test_the_rows_of_a_role_are_not_compared_with_those_of_the_other(baselines):
         own = torch.tensor([each == role for each in roles])
         alone = compute_advantages(REWARDS[own], members[own], KINDS[own], GROUPS[own], baseline, True)
         assert torch.equal(found[own], alone)
+        gap = torch.where(own.cumsum(0) == 1, torch.where(own, NAN, REWARDS), REWARDS)
+        without = compute_step_advantages(records, gap, members, given, True)
+        rest = own & ~gap.isnan()
+        columns = REWARDS[rest], members[rest], KINDS[rest], GROUPS[rest]
+        assert torch.equal(without[rest], compute_advantages(*columns, baseline, True))
+        assert (without[gap.isnan()] == 0).all(), "a row without a reward"
         kept = [record for record in records if record["role"] == role]
         assert torch.equal(compute_step_advantages(kept, REWARDS[own], members[own], given, True), alone)
 

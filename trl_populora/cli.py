@@ -498,8 +498,8 @@ def _describe_unknown(unknown: Sequence[str], known: Sequence[str], arguments: S
 
 def _find_run(run: str) -> str:
     """Returns the directory of a run; downloads it if `run` is a name on the Hub."""
-    if Path(os.path.expanduser(run)).is_dir():
-        return os.path.expanduser(run)
+    if Path(local := os.path.expanduser(run)).is_dir():
+        return local
     from trl_populora.hub.download import fetch
 
     return str(fetch(run))

@@ -1114,7 +1114,7 @@ class PopuLoRATrainer(HubTrainer):
         if self.accelerator.scaler is not None and not all(map(math.isfinite, norms.values())):
             lower = self._clipper.is_scale_in_doubt(norms)
             lora_members.step_in_spite_of_overflow(self.accelerator.scaler, self.optimizer.optimizer, lower)
-        # Members without rows have norm 0; those that left have none. Of a game `learning_rate` is not logged here.
+        # A member without rows has the norm 0, and an empty seat has none. Only a dataset run logs members' rates.
         empty = {seat: math.nan for seat, member in self.population.seats.items() if member is None}
         figures = {"grad_norm": dict.fromkeys(self.population.adapters, 0.0) | norms | empty}
         if self.game is None:

@@ -165,7 +165,8 @@ def compute_step_advantages(
     kinds, groups = (_number([record[name] for record in records]) for name in ("kind", "group"))
     advantages = torch.zeros_like(rewards)
     for role, baseline in baselines.items():
-        own = torch.tensor([record["role"] == role for record in records])
+        # Infinite rewards of two functions may add up to NaN. Such a row keeps the advantage 0 and counts nowhere.
+        own = torch.tensor([record["role"] == role for record in records]) & ~rewards.isnan()
         columns = rewards[own], members[own], kinds[own], groups[own]
         if is_own(baseline):
             advantages[own] = estimate_advantages(baseline, f"{role}_baseline", *columns)
